@@ -23,7 +23,7 @@ from transformers.models.auto.modeling_auto import (
 
 from layerskip.families import architectures
 from layerskip.families.known import ASSISTANTS, CONDITIONAL
-from layerskip.model.whole import level
+from layerskip.model.whole import support
 
 _HYBRID = {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2}
 _AS_PUBLISHED: dict[str, dict[str, Any]] = {"lfm2": _HYBRID, "lfm2_moe": _HYBRID}
@@ -45,7 +45,7 @@ def _served(kind: str) -> str:
     if kind in ASSISTANTS:
         return "assistant"
     config = CONFIG_MAPPING[kind](**_AS_PUBLISHED.get(kind, {}))
-    how, why = level(config)
+    how, why = support(config)
     if how != "refused" and config.is_encoder_decoder:
         return f"{how}, with an encoder"
     if how == "opened" and kind in CONDITIONAL:

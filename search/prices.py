@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from layerskip.config.skips import SINK
-from layerskip.costs.cost_model import on_line
+from layerskip.costs.cost_model import interpolated
 from layerskip.costs.speculation import CostTable
 from layerskip.search.space import Space
 
@@ -61,7 +61,7 @@ class Prices:
         self.step = float(self.exact.sum() + keys.sum() + beside)
         tokens = range(1, 1 + int(max(tokens for tokens, _ in record["growth"])))
         growth, key_growth = (
-            np.array([on_line(dict(record[name]), n) for n in tokens])
+            np.array([interpolated(dict(record[name]), n) for n in tokens])
             for name in ("growth", "key_growth")
         )
         carried = np.concatenate([[0.0], np.cumsum(self.exact + keys)])[:, None]  # (n + 1, 1)
@@ -91,7 +91,7 @@ class Prices:
             head *= vocabulary / record["vocabulary"]
         sublayers = float((kept * read * (self.exact * (1 - low) + self.low * low)).sum())
         repeated = dict(record.get("repeated", [[1.0, 1.0]]))
-        factor = on_line(repeated, (sublayers + head) / (self.exact.sum() + record["head"]))
+        factor = interpolated(repeated, (sublayers + head) / (self.exact.sum() + record["head"]))
         keys = float((kept * self._keys(window)).sum())
         draft = factor * (sublayers + head) + keys + record["rest"]
         return self._table(float(draft / self.step), prefix)

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from layerskip.config.skips import SINK, LowPrecision, SkipConfig
-from layerskip.costs.cost_model import Rates, TimingPoint, Traffic, fitted, on_line
+from layerskip.costs.cost_model import Rates, TimingPoint, Traffic, fitted, interpolated
 from layerskip.costs.speculation import keys_read
 from layerskip.decoding.engine import Request
 from layerskip.decoding.laws import Law
@@ -277,8 +277,9 @@ def test_rates_follow_what_was_timed():
 
 def test_numbers_lie_on_lines_between_and_beyond():
     points = {1: 1.0, 2: 1.5, 4: 2.0}
-    assert [on_line(points, n) for n in (0.5, 1, 1.5, 2, 3, 4, 8)] == [1, 1, 1.25, 1.5, 1.75, 2, 3]
-    assert on_line({3: 7.0}, 9) == 7.0
+    want = {0.5: 1, 1: 1, 1.5: 1.25, 2: 1.5, 3: 1.75, 4: 2, 8: 3}
+    assert {n: interpolated(points, n) for n in want} == want
+    assert interpolated({3: 7.0}, 9) == 7.0
 
 
 def test_a_pass_reads_the_keys_that_its_layers_see():

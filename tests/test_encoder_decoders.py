@@ -35,7 +35,7 @@ from layerskip.api.loading import load
 from layerskip.config.skips import LowPrecision
 from layerskip.families.wrappers import UnsupportedModelError
 from layerskip.model.opened_models import sublayers_of
-from layerskip.model.whole import level
+from layerskip.model.whole import support
 from layerskip.replay.trace import take_trace
 from layerskip.serving.http import make_app
 from layerskip.serving.openai_api import Served
@@ -180,7 +180,9 @@ def test_a_decoder_may_begin_with_tokens_of_the_callers():
 
 def test_what_an_encoder_decoder_needs_is_said():
     model = small_model("t5")
-    assert level(model) == level(model.config) == ("whole", "the sublayers of 't5' are not known")
+    assert (
+        support(model) == support(model.config) == ("whole", "the sublayers of 't5' are not known")
+    )
     with pytest.raises(ValueError, match="an encoder-decoder reads a text before it decodes"):
         next(layerskip.decode(model, prompt(5), max_new_tokens=4))
     decoding = LayerSkipDecoding(assistant=model, lookup=False)
@@ -190,7 +192,7 @@ def test_what_an_encoder_decoder_needs_is_said():
         decode("t5", "one", skip=SkipConfig.early_exit(1))
     reasons = {"switch_transformers": "routers", "whisper": "reads something other than text"}
     for kind, reason in reasons.items():
-        how, why = level(AutoConfig.for_model(kind))
+        how, why = support(AutoConfig.for_model(kind))
         assert how == "refused"
         assert reason in why
 
@@ -217,7 +219,7 @@ def test_a_t5gemma_drafts_with_its_decoders_sublayers(draft, batch):
 
 def test_a_t5gemma_is_opened_and_counts_its_cross_attention():
     model = small_model("t5gemma")
-    assert level(model) == ("opened", "its sublayers are known")
+    assert support(model) == ("opened", "its sublayers are known")
     opened = sublayers_of(model)
     assert opened.describe() == "modules: it has a cross attention"
     found = opened.weight_bytes()

@@ -15,7 +15,13 @@ from layerskip import LayerSkipDecoding, LowPrecision, SkipConfig
 from layerskip.backends.norms import rms_norm
 from layerskip.bench.methods import Task
 from layerskip.costs.speculation import CostTable
-from layerskip.families.experts import exact, fewer, low, routing, summed
+from layerskip.families.experts import (
+    exact_products,
+    plain_router,
+    rounded_products,
+    smaller_router,
+    sum_of_experts,
+)
 from layerskip.families.plain import refusal
 from layerskip.model.sublayers import Sublayers
 from layerskip.search.fitting import space_for
@@ -83,9 +89,9 @@ def test_routers_are_the_library_s_bit_by_bit(family, dtype, top, normalised):
     more = {"norm_topk_prob": normalised} if family == "qwen3_moe" else {}
     model = tiny_model(family, dtype=dtype, **more)
     mixture = Sublayers(model, "modules").mixtures[0]
-    library = fewer(mixture.router, top)
+    library = smaller_router(mixture.router, top)
     # with the library's norm, because ours sums in another order
-    route = routing(mixture, top, mixture.norm)
+    route = plain_router(mixture, top, mixture.norm)
     x = torch.randn(7, 32, generator=torch.Generator().manual_seed(1)).to(dtype)
     with torch.no_grad():
         _, *want = library(x)
@@ -95,7 +101,7 @@ def test_routers_are_the_library_s_bit_by_bit(family, dtype, top, normalised):
     assert mixture.top == 2  # the model's own number is unchanged
     if mixture.norm is not None:
         with torch.no_grad():
-            _, near, _ = routing(mixture, top, rms_norm(mixture.norm, "wide", x.device))(x)
+            _, near, _ = plain_router(mixture, top, rms_norm(mixture.norm, "wide", x.device))(x)
         torch.testing.assert_close(near, want[0], rtol=2e-2, atol=0)
 
 
@@ -111,7 +117,9 @@ def test_experts_add_up_as_the_library_s(tokens, dtype, implementation):
     model.config._experts_implementation = implementation
     x = torch.randn(tokens, 32, generator=torch.Generator().manual_seed(2)).to(dtype)
     experts = mixture.experts
-    ours = summed(exact(experts.gate_up_proj), exact(experts.down_proj), experts.act_fn)
+    ours = sum_of_experts(
+        exact_products(experts.gate_up_proj), exact_products(experts.down_proj), experts.act_fn
+    )
     with torch.no_grad():
         _, weights, chosen = mixture.router(x)
         want, got = experts(x, chosen, weights), ours(x, chosen, weights)
@@ -181,7 +189,7 @@ def test_rounded_experts_are_rounded_alone(bits, packed):
         assert torch.equal(part.widened(torch.float32), alone.widened(torch.float32))
     x = torch.randn(2, 70)
     want = x @ rounded(weight[1], bits).widened(x.dtype).T
-    torch.testing.assert_close(low(whole, 3)(1)(x), want)
+    torch.testing.assert_close(rounded_products(whole, 3)(1)(x), want)
 
 
 # ---- Texts ----

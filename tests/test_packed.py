@@ -20,7 +20,7 @@ from layerskip.model.opened_models import sublayers_of
 from layerskip.native import extension
 from layerskip.weights.fingerprint import fingerprint
 from layerskip.weights.formats.codes import Codes
-from layerskip.weights.formats.folders import left_whole, reader
+from layerskip.weights.formats.folders import ignored_rounding, reader
 from layerskip.weights.formats.tensors import Tensors
 from layerskip.weights.stored import Stored, stored_weights, unpacked_model
 
@@ -137,7 +137,7 @@ def test_what_is_rounded_besides_weights_is_told(tmp_path):
     rounded = {"config_groups": {"a": {"input_activations": {"num_bits": 8}}}}
     configured(tmp_path, quant_method="compressed-tensors", kv_cache_scheme={"a": 8}, **rounded)
     config = AutoConfig.from_pretrained(tmp_path)
-    assert left_whole(config) == "activations and keys and values"
+    assert ignored_rounding(config) == "activations and keys and values"
 
 
 @native

@@ -12,7 +12,7 @@ from models import lively_model, prompt
 from transformers import TemperatureLogitsWarper
 
 from layerskip.config.skips import SINK, DecodingOptions, SkipConfig
-from layerskip.costs.cost_model import on_line
+from layerskip.costs.cost_model import interpolated
 from layerskip.costs.speculation import best_length
 from layerskip.decoding.expected_gain import ExpectedGain
 from layerskip.decoding.laws import Law
@@ -150,12 +150,14 @@ def part_by_part(record, skip, size, context):
     rounded, prefix, read = skip.rounded(), skip.shared_prefix(), keys(None)
     kept = [shares[i] * (low if i in rounded else exact)[i] for i in skip.kept()]
     head = record["low_head" if skip.low and skip.low.head else "head"] * (size or 97) / 97
-    again = on_line(dict(record["repeated"]), (sum(kept) + head) / (sum(exact) + record["head"]))
+    again = interpolated(
+        dict(record["repeated"]), (sum(kept) + head) / (sum(exact) + record["head"])
+    )
     narrow = keys(skip.window)
     draft = again * (sum(kept) + head) + sum(narrow[i] for i in skip.kept()) + record["rest"]
     passes = []
     for tokens in range(1, LONGEST + 2):
-        more, more_keys = (on_line(dict(record[f"{a}growth"]), tokens) for a in ("", "key_"))
+        more, more_keys = (interpolated(dict(record[f"{a}growth"]), tokens) for a in ("", "key_"))
         fresh = sum(exact[prefix:]) + record["head"] + record["rest"]
         carried = sum(exact[:prefix]) + sum(read[:prefix])
         passes.append(carried + more * fresh + more_keys * sum(read[prefix:]))

@@ -19,7 +19,7 @@ from layerskip.config.skips import LowPrecision
 from layerskip.families.wrappers import UnsupportedModelError
 from layerskip.model.opened_models import open_model, sublayers_of
 from layerskip.model.sublayers import Sublayers
-from layerskip.model.whole import Whole, level
+from layerskip.model.whole import Whole, support
 from layerskip.weights.rounded import linears
 
 _QUICK = ("cohere2", "deepseek_v3", "gemma3n_text", "gpt_oss", "llama4_text", "phi")
@@ -269,7 +269,7 @@ _REFUSED = {
 
 @pytest.mark.parametrize("family", _REFUSED)
 def test_models_that_cannot_be_served_are_refused_by_name(family):
-    how, why = level(AutoConfig.for_model(family))
+    how, why = support(AutoConfig.for_model(family))
     assert how == "refused"
     assert re.search(f"architecture '{family}' is not supported: it.*{_REFUSED[family]}", why)
 
@@ -280,16 +280,18 @@ def test_experts_that_see_all_tokens_of_a_pass_are_refused():
     assert not torch.allclose(*after)  # a token's scores depend on later ones
     with pytest.raises(UnsupportedModelError, match=r"its experts do .* on all tokens of a pass"):
         sublayers_of(model)
-    assert level(small_model("doge"))[0] == level(AutoConfig.for_model("nllb-moe"))[0] == "whole"
+    assert (
+        support(small_model("doge"))[0] == support(AutoConfig.for_model("nllb-moe"))[0] == "whole"
+    )
     dropping = AutoConfig.for_model("nllb-moe", moe_eval_capacity_token_fraction=0.5)
-    assert level(dropping)[0] == "refused"
+    assert support(dropping)[0] == "refused"
 
 
 def test_refused_models_raise_and_others_are_opened_or_whole():
     model = small_model("minimax")
     with pytest.raises(UnsupportedModelError, match="'minimax' is not supported: its cache"):
         sublayers_of(model)
-    assert level(tiny_model("llama")) == ("opened", "its sublayers are known")
+    assert support(tiny_model("llama")) == ("opened", "its sublayers are known")
     assert isinstance(sublayers_of(tiny_model("llama")), Sublayers)
-    assert level(small_model("phi")) == level(small_model("phi").config)
-    assert level(small_model("phi")) == ("whole", "the sublayers of 'phi' are not known")
+    assert support(small_model("phi")) == support(small_model("phi").config)
+    assert support(small_model("phi")) == ("whole", "the sublayers of 'phi' are not known")

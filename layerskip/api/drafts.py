@@ -39,7 +39,7 @@ from layerskip.model.opened_models import sublayers_of
 from layerskip.model.sublayers import ASKED, Sublayers
 from layerskip.model.whole import Whole
 from layerskip.texts.vocabulary import warn_of_vocabularies
-from layerskip.weights.stored import stored_weights, stored_words
+from layerskip.weights.stored import storage_words, stored_weights
 
 WINDOW = 1024
 """Window of the model's own default draft in a long text, in tokens (`SkipConfig.window`)."""
@@ -177,7 +177,7 @@ def explain_drafts(model: Any, settings: Settings) -> str:
     """List what drafts for a model, and why nothing better does; one item per line."""
     opened = sublayers_of(model, settings.execution)
     lines = [f"passes: {opened.describe()}"]
-    if words := stored_words(opened.model):
+    if words := storage_words(opened.model):
         lines.append(words)
     if each := opened.cache_bytes(1000):
         lines.append(f"keys and values: {in_words(round(each))} per 1,000 tokens of text")

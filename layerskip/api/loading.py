@@ -43,15 +43,15 @@ from layerskip.families.wrappers import UnsupportedModelError
 from layerskip.model.assistants import load_assistant
 from layerskip.model.eagle_head import Eagle, eagle_config, load_eagle
 from layerskip.model.opened_models import open_model, runs_natively
-from layerskip.model.whole import level
+from layerskip.model.whole import support
 from layerskip.native import extension
 from layerskip.texts.pictures import encode_pictures, pictures_shown
 from layerskip.texts.prompts import Prompt
 from layerskip.texts.tokens import plural
-from layerskip.weights.formats.folders import folder_model, is_packed, left_whole
+from layerskip.weights.formats.folders import folder_model, ignored_rounding, is_packed
 from layerskip.weights.formats.gguf import gguf_model
 from layerskip.weights.formats.gguf_tokenizer import gguf_tokenizer
-from layerskip.weights.stored import Stored, store_halves, stored_words, unpacked_model
+from layerskip.weights.stored import Stored, storage_words, store_halves, unpacked_model
 
 # transformers' default for an assistant whose checkpoint does not say how many tokens the library's
 # own assisted generation should draft; it fails without one.
@@ -136,7 +136,7 @@ class Loaded:
         parameters = sum(parameter.numel() for parameter in self.model.parameters())
         dtype = str(self.model.dtype).removeprefix("torch.")
         words = f"{self.name}: {parameters / 1e6:.1f}M parameters, {dtype}, {self.model.device}"
-        stored = stored_words(self.model)
+        stored = storage_words(self.model)
         return words if stored is None else f"{words}; {stored}"
 
 
@@ -190,7 +190,7 @@ def load(
     options = {"trust_remote_code": trust_remote_code}
     try:
         config = AutoConfig.from_pretrained(source, **options)
-        how, reason = ("whole", "") if trust_remote_code else level(config)
+        how, reason = ("whole", "") if trust_remote_code else support(config)
         if config.model_type in ASSISTANTS:
             how = "refused"
             reason = f"{name} drafts for a Gemma 4; load that, and give this one as --assistant"
@@ -239,7 +239,7 @@ def _on_lines(model: Any) -> Any:
     """Copy weights that a mapped file leaves unaligned to cache lines, which CPUs read slowly."""
     for weight in model.parameters():
         if isinstance(weight, Stored):
-            weight.put_on_lines()
+            weight.align_to_cache_lines()
         elif weight.device.type == "cpu" and weight.data_ptr() % 64:
             weight.data = weight.data.clone()
     return model
@@ -259,7 +259,7 @@ def _load_packed(name: str, folder: Path | None, config: Any, dtype: str, packed
         model = unpacked_model(model)
     _on_lines(model).name_or_path = name
     tokenizer = AutoTokenizer.from_pretrained(there)
-    rounded = left_whole(config)
+    rounded = ignored_rounding(config)
     if rounded is not None:
         warnings.warn(
             f"{name} also rounds {rounded}, which is ignored: its weights are read exactly, and "

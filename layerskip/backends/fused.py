@@ -21,7 +21,14 @@ from torch import Tensor
 from layerskip.backends import base as backend
 from layerskip.backends.base import Block, LayerBackend, Step, Tables, Variant, adding, in_turn
 from layerskip.backends.norms import FusedRotary, rms_norm, rotated
-from layerskip.families.experts import Mixture, exact, low, mixing, routing, summed
+from layerskip.families.experts import (
+    Mixture,
+    exact_products,
+    mixture_function,
+    plain_router,
+    rounded_products,
+    sum_of_experts,
+)
 from layerskip.families.family import LayerParts
 from layerskip.weights.draft_head import TrimmedHead
 from layerskip.weights.products import Function, Linear, plain
@@ -95,13 +102,13 @@ class Fused(LayerBackend):
             for each in (mixture.norm, mixture.before, mixture.after)
         )
         expand, shrink = (
-            exact(weight)
+            exact_products(weight)
             if bits is None
-            else low(self.copies.of(weight, bits, packed=self.packed), len(weight))
+            else rounded_products(self.copies.of(weight, bits, packed=self.packed), len(weight))
             for weight in mixture.weights
         )
-        routed = summed(expand, shrink, activation(mixture.experts.act_fn))
-        return mixing(routing(mixture, top, norm), routed, before, after)
+        routed = sum_of_experts(expand, shrink, activation(mixture.experts.act_fn))
+        return mixture_function(plain_router(mixture, top, norm), routed, before, after)
 
     def rotary_of(self, tables: Tables) -> FusedRotary:
         return FusedRotary(tables)

@@ -20,7 +20,13 @@ from layerskip.backends.base import Backend, Block, LayerBackend, Step, Tables, 
 from layerskip.backends.norms import TableRotary
 from layerskip.cache.rows import RowCache
 from layerskip.families.architecture import Architecture, device_of
-from layerskip.families.experts import Mixture, fewer, low, mixing, summed
+from layerskip.families.experts import (
+    Mixture,
+    mixture_function,
+    rounded_products,
+    smaller_router,
+    sum_of_experts,
+)
 from layerskip.families.family import LayerParts
 from layerskip.library import cache_name
 from layerskip.weights.draft_head import TrimmedHead
@@ -79,12 +85,14 @@ class Modules(LayerBackend):
         top, weights = mixture.taken(experts), mixture.weights
         if not top:
             return None
-        router = mixture.router if top == mixture.top else fewer(mixture.router, top)
+        router = mixture.router if top == mixture.top else smaller_router(mixture.router, top)
         experts_sum: Any = mixture.experts
         if bits is not None and weights:
-            expand, shrink = (low(self.copies.of(each, bits), len(each)) for each in weights)
-            experts_sum = summed(expand, shrink, mixture.experts.act_fn)
-        return mixing(router, experts_sum, mixture.before, mixture.after)
+            expand, shrink = (
+                rounded_products(self.copies.of(each, bits), len(each)) for each in weights
+            )
+            experts_sum = sum_of_experts(expand, shrink, mixture.experts.act_fn)
+        return mixture_function(router, experts_sum, mixture.before, mixture.after)
 
     def attention(self, part: LayerParts, variant: Variant) -> Block:
         attend = rounded(self, part.attention, variant, f"layer {part.number} self_attn")

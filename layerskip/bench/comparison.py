@@ -38,7 +38,7 @@ from layerskip.families.wrappers import unwrapped
 from layerskip.library import cache_in, cache_name
 from layerskip.model.opened_models import open_model
 from layerskip.model.sublayers import Sublayers
-from layerskip.texts.tokens import in_common
+from layerskip.texts.tokens import common_prefix
 
 QUANTILE = 0.999
 CANDIDATES = 8  # number of best tokens per position whose distances are measured
@@ -245,7 +245,7 @@ def differences(
     """
     if expected == got:
         return []
-    first, wrong = in_common(expected, got), []
+    first, wrong = common_prefix(expected, got), []
     for i in range(first, min(len(got), longest)):
         wanted = expected[i] if i == first and i < len(expected) else scored.best[i]
         if wanted != got[i]:
@@ -362,7 +362,7 @@ class Judge:
         longest = self._longest(got)
         text = got[:longest] if len(got) >= longest else [*got, 0]  # the last token is not fed
         others = [*text]
-        first = in_common(expected, got)
+        first = common_prefix(expected, got)
         if first < min(len(expected), len(text)):
             others[first] = expected[first]
         key = batch.names, row, tuple(text), tuple(others)

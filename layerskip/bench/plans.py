@@ -29,7 +29,7 @@ from layerskip.decoding.sources.base import Source
 from layerskip.decoding.sources.lookup import Lookup
 from layerskip.files.environment import environment, free_memory
 from layerskip.files.records import SCHEMA, RunFile, costs_key, redacted
-from layerskip.model.assistants import hands_over_keys, is_assistant
+from layerskip.model.assistants import is_assistant, library_can_assist
 from layerskip.model.eagle_head import Eagle
 from layerskip.model.opened_models import open_model
 from layerskip.model.sublayers import Sublayers
@@ -223,7 +223,7 @@ class Plan:
             details = {"assistant": assistant.name}
             if isinstance(assistant.model, Eagle):
                 self.say(f"{name} is left out: transformers reads no EAGLE-3 heads")
-            elif is_assistant(assistant.model.config) and not hands_over_keys(model.config):
+            elif is_assistant(assistant.model.config) and not library_can_assist(model.config):
                 self.say(f"{name} is left out: transformers hands over no keys of this model")
             else:
                 methods.append(Peer(model, task, name, options=second, details=details))

@@ -208,7 +208,7 @@ class RowCache:
         for layer, theirs in layers.items():
             self.keys[layer], self.values[layer] = other.keys[theirs], other.values[theirs]
 
-    def taking_part(self, buffer: Tensor) -> Tensor:
+    def active_rows(self, buffer: Tensor) -> Tensor:
         """A view of the rows of a buffer (B, ...) that take part in the pass."""
         rows = self.active
         return buffer if len(rows) == self.rows else buffer[rows.start : rows.stop]
@@ -257,7 +257,7 @@ class RowCache:
         place, count = 0, self._extent() if layer in self.trimmed else self.end
         if self.in_step and self.count == 1 and window is not None:
             place = max(0, count - window)  # `needs_mask` counts on this slice
-        halves = [self.taking_part(each) for each in (self.keys[layer], self.values[layer])]
+        halves = [self.active_rows(each) for each in (self.keys[layer], self.values[layer])]
         if 0 < sink < place:
             keys, values = (
                 torch.cat([each[:, :, :sink], each[:, :, place:count]], 2) for each in halves
@@ -282,7 +282,7 @@ class RowCache:
         if layer not in self.keys:
             self._allocate(self.keys, layer, *keys, like)
             self._allocate(self.values, layer, *values, like)
-        return self.taking_part(self.keys[layer]), self.taking_part(self.values[layer])
+        return self.active_rows(self.keys[layer]), self.active_rows(self.values[layer])
 
     def _allocate(
         self, buffers: dict[int, Tensor], layer: int, heads: int, width: int, like: Tensor

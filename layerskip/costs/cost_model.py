@@ -58,7 +58,7 @@ class Traffic:
 N = TypeVar("N", int, float)
 
 
-def on_line(points: Mapping[N, float], place: float) -> float:
+def interpolated(points: Mapping[N, float], place: float) -> float:
     """Linear interpolation between points: constant before the first, last slope at the end."""
     places = sorted(points)
     if len(places) == 1 or place <= places[0]:
@@ -97,9 +97,9 @@ class Rates:
             prefix: bytes of the weights that the pass runs for only one of a row's tokens.
         """
         count = rows * tokens
-        weights = (traffic.of(count) - prefix) * on_line(self.growth, count)
-        weights += prefix * on_line(self.growth, rows)
-        keys = rows * keys_read(traffic.keys, context) * on_line(self.key_growth, tokens)
+        weights = (traffic.of(count) - prefix) * interpolated(self.growth, count)
+        weights += prefix * interpolated(self.growth, rows)
+        keys = rows * keys_read(traffic.keys, context) * interpolated(self.key_growth, tokens)
         beside = self.row * (rows - 1)
         return max(self.byte * weights + beside, self.byte * traffic.of(1)) + self.key_byte * keys
 
@@ -107,7 +107,7 @@ class Rates:
         """Seconds of a draft step; 0 if the source takes none."""
         factors = self.steps.get(source, {rows: 1.0})
         near = min(factors, key=lambda timed: abs(math.log(timed / rows)))
-        weights = traffic.draft * on_line(self.growth, rows) * factors[near]
+        weights = traffic.draft * interpolated(self.growth, rows) * factors[near]
         keys = rows * keys_read(traffic.draft_keys, context)
         return self.byte * weights + self.key_byte * keys
 
@@ -147,7 +147,7 @@ def fitted(
         if 1 not in times:
             continue
         if place.context == first.context:
-            expected = byte * whole.of(rows) * on_line(growth, rows)
+            expected = byte * whole.of(rows) * interpolated(growth, rows)
             row = (times[1] - expected) / (rows - 1)
             longest = max(growth)
             more = grown(times, rows, row * (rows - 1))
@@ -164,7 +164,7 @@ def fitted(
     for place, times_of in seconds.items():
         for (source, tokens), each in times_of.items():
             if not tokens and source in traffic and place.context == first.context:
-                usual = byte * traffic[source].draft * on_line(growth, place.rows)
+                usual = byte * traffic[source].draft * interpolated(growth, place.rows)
                 steps.setdefault(source, {})[place.rows] = each / usual
     growth |= {n: max(each, *growth.values()) for n, each in USUAL.items() if n > max(growth)}
     return Rates(byte, key_byte, row, growth, key_growth, steps, timed=True)

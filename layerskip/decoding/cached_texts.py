@@ -16,7 +16,7 @@ from torch import Tensor
 
 from layerskip.decoding.passes import Filling, Part, Passes
 from layerskip.model.sublayers import Sublayers
-from layerskip.texts.tokens import in_common
+from layerskip.texts.tokens import common_prefix
 from layerskip.weights.fingerprint import checksum, fingerprint
 
 
@@ -199,7 +199,7 @@ class CachedTexts:
         segment, at = self._first, 0
         while at == segment.end and at < len(tokens) and tokens[at] in segment.following:
             segment = segment.following[tokens[at]]
-            at += in_common(segment.tokens, tokens[at : segment.end])
+            at += common_prefix(segment.tokens, tokens[at : segment.end])
             yield segment, at
 
     def _all(self) -> Iterator[_Segment]:

@@ -14,7 +14,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from layerskip.texts.tokens import in_common
+from layerskip.texts.tokens import common_prefix
 
 Processor = Callable[[Tensor, Tensor], Tensor]
 
@@ -49,7 +49,7 @@ class _Text:
 
     def at(self, tokens: list[int]) -> Stateful:
         """Return the state after these tokens."""
-        same = in_common(self.tokens, tokens)
+        same = common_prefix(self.tokens, tokens)
         if same < len(self.tokens):
             self.state.rollback(len(self.tokens) - same)
         for token in tokens[same:]:

@@ -26,7 +26,7 @@ from layerskip.decoding.sources.base import Batch, Source, State
 from layerskip.decoding.sources.following import in_chunks
 from layerskip.model.picture_features import Pictures
 from layerskip.model.sublayers import Pass, Sublayers
-from layerskip.texts.tokens import in_common
+from layerskip.texts.tokens import common_prefix
 
 PIECE = 256  # minimum number of prompt tokens per pass if there are windows
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -301,7 +301,7 @@ class Passes(Batch):
         return self.model.run(hidden, step, range(first, last))
 
     def _keep_states(self, tap: int, hidden: Tensor) -> None:
-        states = self.cache.taking_part(self._states(tap, hidden))
+        states = self.cache.active_rows(self._states(tap, hidden))
         rows = torch.arange(len(hidden), device=hidden.device)[:, None]  # (R, 1)
         states[rows, self.cache.placed(hidden.device) + 1] = hidden
 
@@ -402,7 +402,7 @@ class Passes(Batch):
         if steps:  # count the steps that were fed the row's actual text
             if not self.fed_tokens:  # once for all rows, since this waits for the device
                 self.fed_tokens = torch.stack(self.fed, 1).tolist()
-            steps = 1 + in_common(self.fed_tokens[place][1:], emitted[:-1])
+            steps = 1 + common_prefix(self.fed_tokens[place][1:], emitted[:-1])
         if path:
             self._keep_path(place, self.lengths[row], path[: len(emitted) - 1])
         self.tell(row, emitted, steps)

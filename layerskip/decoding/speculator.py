@@ -13,7 +13,7 @@ from layerskip.decoding.draws import DraftedTokens
 from layerskip.decoding.seats import Seat
 from layerskip.decoding.sources.base import Proposal, State
 from layerskip.decoding.target import StepRequest, Target, VerifyResult
-from layerskip.texts.tokens import in_common
+from layerskip.texts.tokens import common_prefix
 
 
 class RowPlan(NamedTuple):
@@ -232,7 +232,7 @@ class Speculator:
             proposal = proposals[row]
             if self._chooser and (tokens := proposal.tokens):
                 if proposal.parents is None:
-                    right = in_common(tokens, emitted)
+                    right = common_prefix(tokens, emitted)
                 else:
                     right = len(along(proposal.parents, tokens, emitted))
                 shown = min(len(tokens), len(emitted))

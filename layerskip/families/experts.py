@@ -99,7 +99,7 @@ class Mixture:
         return weights if all(plain) and not weights[0].is_meta else []
 
 
-def mixing(
+def mixture_function(
     route: Route, experts: Experts, before: Function | None = None, after: Function | None = None
 ) -> Function:
     """Combine a mixture and the norms around its experts into a function of states (..., H)."""
@@ -113,7 +113,7 @@ def mixing(
     return apply
 
 
-def routing(mixture: Mixture, top: int, norm: Function | None) -> Route:
+def plain_router(mixture: Mixture, top: int, norm: Function | None) -> Route:
     """The function of a plain router, for the `top` experts of every token.
 
     Args:
@@ -137,7 +137,7 @@ def routing(mixture: Mixture, top: int, norm: Function | None) -> Route:
     return route
 
 
-def fewer(router: Any, top: int) -> Any:
+def smaller_router(router: Any, top: int) -> Any:
     """A shallow copy of a router module that chooses `top` experts.
 
     Raises:
@@ -154,18 +154,18 @@ def fewer(router: Any, top: int) -> Any:
     return made
 
 
-def exact(weight: Tensor) -> Callable[[int], Function]:
+def exact_products(weight: Tensor) -> Callable[[int], Function]:
     """The products with each expert's part of a weight (E, R, C), by its number."""
     linear = F.linear
     return lambda expert: lambda x: linear(x, weight[expert])
 
 
-def low(rounded: Rounded, count: int) -> Callable[[int], Function]:
+def rounded_products(rounded: Rounded, count: int) -> Callable[[int], Function]:
     """The products with each expert's part of a rounded weight, by its number."""
     return [part.linear(None) for part in rounded.parts(count)].__getitem__
 
 
-def summed(
+def sum_of_experts(
     expand: Callable[[int], Function], shrink: Callable[[int], Function], activate: Function
 ) -> Experts:
     """Make the function of all experts, grouping the tokens of each expert."""

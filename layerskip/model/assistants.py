@@ -35,7 +35,7 @@ def is_assistant(config: Any) -> bool:
     return config.model_type in ASSISTANTS
 
 
-def hands_over_keys(config: Any) -> bool:
+def library_can_assist(config: Any) -> bool:
     """Whether the library's own assisted generation works with an assistant of this model.
 
     The library marks layers that pass on their keys; 5.23 marks none if no layers share keys, and
@@ -44,7 +44,7 @@ def hands_over_keys(config: Any) -> bool:
     return "store" in getattr(config.get_text_config(), "kv_sharing_modes", ("store",))
 
 
-class _Built:
+class _WorkingAssistant:
     """Added to a library class: a working constructor, and a step that calls its layers.
 
     Attributes (the library's):
@@ -58,7 +58,7 @@ class _Built:
         config = copy.deepcopy(config)
         text = config.get_text_config()
         kind: Any = type(text)
-        text.__class__ = _only_reading(kind)
+        text.__class__ = _without_own_keys(kind)
         PreTrainedModel.__init__(self, config)  # type: ignore[arg-type]  # this is a mix-in
         drafts = ASSISTANTS[config.model_type]
         backbone = config.backbone_hidden_size
@@ -113,7 +113,7 @@ def _library_class(package: str, name: str) -> Any:
 
 
 @cache
-def _only_reading(config: type) -> type:
+def _without_own_keys(config: type) -> type:
     """Return a text config's class whose layers all read keys written by others."""
     modes = property(lambda self: ["reuse"] * self.num_hidden_layers)
     return type(config.__name__, (config,), {"kv_sharing_modes": modes})
@@ -128,7 +128,7 @@ def assistant_class(model_type: str) -> Any:
             "first: assistant=AutoModelForCausalLM.from_pretrained(...)"
         )
     library = _library_class(model_type, f"{ASSISTANTS[model_type].prefix}AssistantForCausalLM")
-    return type(library.__name__, (_Built, library), {"__module__": library.__module__})
+    return type(library.__name__, (_WorkingAssistant, library), {"__module__": library.__module__})
 
 
 def load_assistant(path: str | os.PathLike[str], *, dtype: torch.dtype | None = None) -> Any:

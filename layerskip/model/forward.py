@@ -121,7 +121,7 @@ class Forward(Backend):
         """The library's own forward, given the decoder's states instead of tokens."""
         whole = self.model.model
         parts = {
-            name: _Handing(self.model.base.config, part) if part is self.model.inner else part
+            name: _GivenStates(self.model.base.config, part) if part is self.model.inner else part
             for name, part in whole._modules.items()
         }
         for name, part in self.model.head_parts().items():
@@ -142,7 +142,7 @@ class Forward(Backend):
         return head
 
 
-class _Handing:
+class _GivenStates:
     """Replaces a decoder, and returns given states instead of computing them.
 
     Some families call the decoder inside their decoder (OPT), or read its config (T5Gemma) or one
@@ -157,14 +157,14 @@ class _Handing:
             return self._numbers[name]
         raise AttributeError(name)
 
-    def get_decoder(self) -> _Handing:
+    def get_decoder(self) -> _GivenStates:
         return self
 
-    def __call__(self, *_: Any, **given: Any) -> _Handed:
-        return _Handed([given.get("decoder_inputs_embeds", given.get("inputs_embeds"))])
+    def __call__(self, *_: Any, **given: Any) -> _DecoderOutput:
+        return _DecoderOutput([given.get("decoder_inputs_embeds", given.get("inputs_embeds"))])
 
 
-class _Handed(tuple[Any, ...]):
+class _DecoderOutput(tuple[Any, ...]):
     """A decoder's output with only its states."""
 
     @property

@@ -43,10 +43,10 @@ class Layout(NamedTuple):
     last: str
 
 
-_BEHIND = Layout("model.layers.{}.", "", "enorm", "hnorm", "eh_proj", "shared_head.norm")
-_BESIDE = Layout("mtp.", "layers.0.", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
-LAYOUTS = dict.fromkeys(("deepseek_v3", "glm4_moe", "glm4_moe_lite"), _BEHIND)
-LAYOUTS |= dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"), _BESIDE)
+_AFTER_LAYERS = Layout("model.layers.{}.", "", "enorm", "hnorm", "eh_proj", "shared_head.norm")
+_SEPARATE = Layout("mtp.", "layers.0.", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
+LAYOUTS = dict.fromkeys(("deepseek_v3", "glm4_moe", "glm4_moe_lite"), _AFTER_LAYERS)
+LAYOUTS |= dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"), _SEPARATE)
 """By model type. If there are heads for several tokens, the first is applied repeatedly."""
 
 

@@ -21,7 +21,7 @@ from layerskip.families import plain
 from layerskip.families.architecture import Architecture
 from layerskip.families.wrappers import config_of, unwrapped
 from layerskip.model.sublayers import Sublayers
-from layerskip.model.whole import Whole, level
+from layerskip.model.whole import Whole, support
 from layerskip.native import extension
 from layerskip.weights.rounded import copies_of
 
@@ -35,7 +35,7 @@ def open_model(model: Any, execution: str = "auto") -> Sublayers:
     Raises:
         UnsupportedModelError: neither is possible.
     """
-    if level(unwrapped(model))[0] == "opened":
+    if support(unwrapped(model))[0] == "opened":
         return Sublayers(model, execution)
     return Whole(model, execution)
 
@@ -46,7 +46,7 @@ def runs_natively(model: Any) -> bool:
     Raises:
         UnsupportedModelError: the model cannot be opened.
     """
-    if level(unwrapped(model))[0] != "opened":
+    if support(unwrapped(model))[0] != "opened":
         return False
     known = Architecture(model)
     return not (plain.refusal(known) or native.refusal(known) or extension.refusal())

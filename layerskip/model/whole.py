@@ -59,7 +59,7 @@ _NAMED = {
 _NO_LIMIT = 1 << 40
 
 
-def level(model: Any) -> tuple[str, str]:
+def support(model: Any) -> tuple[str, str]:
     """How a model can be used: "opened", "whole" or "refused", and the reason in words.
 
     Nothing is run. A model may still be refused when it is opened (for its hooks, say), or decodes.
@@ -145,7 +145,7 @@ class Whole(Sublayers):
     def __init__(self, model: nn.Module, execution: str = "auto") -> None:
         model = unwrapped(model)
         config: Any = config_of(model)
-        how, why = level(model)
+        how, why = support(model)
         if how == "refused":
             raise UnsupportedModelError(why)
         self.reason = why
@@ -176,7 +176,7 @@ class Whole(Sublayers):
         if "sliding_attention" in self.window_by_type:
             self.window_by_type["sliding_attention"] = text.sliding_window
         self.recurrent = any(type(layer).__name__ in recurrents.KINDS for layer in layers)
-        self.together = not self.recurrent and _takes_places(self.base, self.window_by_type)
+        self.together = not self.recurrent and _accepts_positions(self.base, self.window_by_type)
         counts = "create_position_ids_from_input_ids" not in _source(type(self.base))
         self.uncounted = -1 if counts or text.pad_token_id is None else text.pad_token_id
         self.vocabulary = text.vocab_size
@@ -334,7 +334,7 @@ class _Weights(DraftWeights):
         return [*self.model.weight_bytes(bits)["sublayers"], self.head_bytes(skip)]
 
 
-def _takes_places(base: Any, windows: Mapping[str, int | None]) -> bool:
+def _accepts_positions(base: Any, windows: Mapping[str, int | None]) -> bool:
     """Whether a decoder accepts positions and finished masks for rows of different lengths.
 
     It does if its forward has `position_ids`, if it makes its masks with the library's functions,

@@ -9,7 +9,7 @@ from layerskip.decoding.sources.base import Proposal
 from layerskip.decoding.target import Mark, StepRequest, StepResult, VerifyResult
 from layerskip.replay.replayed_drafts import Replay, TextBatch
 from layerskip.replay.token_draws import NOTHING
-from layerskip.texts.tokens import in_common
+from layerskip.texts.tokens import common_prefix
 
 
 class _TextDraft:
@@ -86,7 +86,7 @@ class RecordedTarget:
             start, drafted = self._start(row), drafts.tokens[row]
             following = self.tokens[row][start + 1 :]
             if row in drafts.step_free:
-                agreeing = in_common(drafted, following)
+                agreeing = common_prefix(drafted, following)
             elif drafted:
                 agreeing = min(len(drafted), self.drafts[self._source][row].agreeing[start])
             else:

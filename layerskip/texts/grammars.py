@@ -188,7 +188,7 @@ def json_schema(
         kind = type(schema).__name__
         raise ValueError(f"a JSON schema must be an object, such as {{}} for any, got a {kind}")
     grammar = _library().LLMatcher.grammar_from_json_schema(
-        closed(schema), overrides={} if whitespace else IN_A_LINE
+        close_objects(schema), overrides={} if whitespace else IN_A_LINE
     )
     return _compiled(grammar, tokenizer, eos, behind)
 
@@ -225,7 +225,7 @@ def lark(
     return _compiled(given, tokenizer, eos, behind)
 
 
-def searched(pattern: str) -> str | None:
+def search_terminal(pattern: str) -> str | None:
     """A Lark terminal for the strings in which a schema's pattern is found.
 
     None if it has anchors elsewhere than around the whole.
@@ -264,17 +264,17 @@ def _schemas(value: Any) -> Iterator[dict[str, Any]]:
             yield from _schemas(each)
 
 
-def _refuse_rings(schema: dict[str, Any], root: dict[str, Any]) -> None:
+def _refuse_cycles(schema: dict[str, Any], root: dict[str, Any]) -> None:
     """Reject references that lead back to themselves, since nothing can match them."""
     seen: list[Any] = []
     while isinstance(schema, dict) and isinstance(place := schema.get("$ref"), str):
         if place in seen:
             raise ValueError(f"a JSON schema has references that form a cycle: {place}")
         seen.append(place)
-        schema = referred(place, root)
+        schema = referenced(place, root)
 
 
-def referred(place: str, root: Any) -> Any:
+def referenced(place: str, root: Any) -> Any:
     """The part of a schema that a reference, as `#/$defs/A`, means; None if there is none."""
     for part in place.removeprefix("#").split("/")[1:]:
         name = part.replace("~1", "/").replace("~0", "~")
@@ -285,7 +285,7 @@ def referred(place: str, root: Any) -> Any:
     return root
 
 
-def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
+def close_objects(schema: Mapping[str, Any]) -> dict[str, Any]:
     """Add `additionalProperties: false` where a schema lists properties but does not mention it.
 
     A schema that combines others gets none, since one may add properties to another. Formats of
@@ -297,7 +297,7 @@ def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
     copied: dict[str, Any] = json.loads(json.dumps(dict(schema)))
     every = list(_schemas(copied))
     for each in every:
-        _refuse_rings(each, copied)
+        _refuse_cycles(each, copied)
         if isinstance(form := each.get("format"), str) and form not in _FORMATS:
             del each["format"]
         if isinstance(step := each.get("multipleOf"), int | float) and step > _MOST:

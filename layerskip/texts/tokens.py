@@ -56,7 +56,7 @@ def plural(number: int, noun: str) -> str:
     return f"{number:,} {noun}{ending}"
 
 
-def in_common(one: Sequence[int], other: Sequence[int]) -> int:
+def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
     """The length of the common prefix of two texts, in tokens."""
     pairs = zip(one, other, strict=False)
     shorter = min(len(one), len(other))

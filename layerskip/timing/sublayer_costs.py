@@ -22,7 +22,7 @@ from scipy.optimize import nnls
 from torch import Tensor
 
 from layerskip.config.skips import SkipConfig
-from layerskip.costs.cost_model import TimingPoint, Work, fitted, on_line
+from layerskip.costs.cost_model import TimingPoint, Work, fitted, interpolated
 from layerskip.costs.speculation import rising
 from layerskip.decoding.engine import Request
 from layerskip.decoding.laws import Law
@@ -198,7 +198,7 @@ def _parts(model: Sublayers, sources: Mapping[str, Source], seconds: Seconds) ->
     }
     if "low" in sources:
         share, factor = repeated("low")
-        factor /= on_line(dict(factors), share) or 1.0
+        factor /= interpolated(dict(factors), share) or 1.0
         *low, head = sources["low"].step_bytes()
         parts |= {
             "low_attention": [factor * by_attention * each for each in low[::2]],

@@ -118,7 +118,7 @@ class Stored(Tensor):
         kind = GGMLQuantizationType[self.format]
         return torch.from_numpy(dequantize(self.bytes.numpy(), kind)).to(self.dtype)
 
-    def put_on_lines(self) -> None:
+    def align_to_cache_lines(self) -> None:
         """Copy plain numbers that lie across cache lines in a file."""
         if self.format in ("BF16", "F16", "F32") and self.bytes.data_ptr() % 64:
             self._held.rows = self.bytes.clone()
@@ -140,7 +140,7 @@ class Stored(Tensor):
         out = None if kept is None else kept(*args, **kwargs)
         if out is not None:
             return out
-        return func(*tree_map(_plain, args), **tree_map(_plain, kwargs))
+        return func(*tree_map(_unpacked, args), **tree_map(_unpacked, kwargs))
 
 
 def stored_weights(model: nn.Module) -> list[Stored]:
@@ -148,7 +148,7 @@ def stored_weights(model: nn.Module) -> list[Stored]:
     return [weight for weight in model.parameters() if isinstance(weight, Stored)]
 
 
-def stored_words(model: nn.Module) -> str | None:
+def storage_words(model: nn.Module) -> str | None:
     """Describe how a model's weights are stored, with their sizes; None if none is stored."""
     taken: dict[str, int] = {}
     for weight in stored_weights(model):
@@ -208,48 +208,48 @@ def unpacked_copy(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, dict[int, Any](made))
 
 
-def _plain(value: Any) -> Any:
+def _unpacked(value: Any) -> Any:
     return value.unpacked() if isinstance(value, Stored) else value
 
 
-def _some(weight: Stored, rows: Any, dtype: torch.dtype | None = None) -> Stored:
+def _derived(weight: Stored, rows: Any, dtype: torch.dtype | None = None) -> Stored:
     data = weight._held if rows is None else weight.bytes[rows]
     dtype = weight.dtype if dtype is None else dtype
     return Stored(data, weight.format, weight.shape[1], dtype, weight.group, weight.order)
 
 
-def _same(weight: Stored, **_: Any) -> Stored:
-    return _some(weight, None)
+def _alias(weight: Stored, **_: Any) -> Stored:
+    return _derived(weight, None)
 
 
 def _embedded(weight: Stored, tokens: Any, *_: Any, **__: Any) -> Tensor:
-    rows = _some(weight, tokens.reshape(-1)).unpacked()  # (tokens, C)
+    rows = _derived(weight, tokens.reshape(-1)).unpacked()  # (tokens, C)
     return rows.view(*tokens.shape, -1)
 
 
 def _indexed(weight: Any, which: Any) -> Stored | None:
     rows = which[0] if len(which) == 1 and isinstance(weight, Stored) else None
-    return _some(weight, rows) if rows is not None and rows.dim() == 1 else None
+    return _derived(weight, rows) if rows is not None and rows.dim() == 1 else None
 
 
 def _sliced(
     weight: Stored, dim: int = 0, first: Any = None, last: Any = None, step: int = 1
 ) -> Any:
     whole = dim == 0 or (not first and (last is None or last >= weight.shape[dim]) and step == 1)
-    return _some(weight, slice(first, last, step) if dim == 0 else None) if whole else None
+    return _derived(weight, slice(first, last, step) if dim == 0 else None) if whole else None
 
 
 def _converted(weight: Stored, dtype: Any = None, device: Any = None, **_: Any) -> Stored | None:
     kept = dtype in (None, torch.float32, torch.bfloat16)
     kept = kept and (device is None or torch.device(device).type == "cpu")
-    return _some(weight, None, dtype) if kept else None
+    return _derived(weight, None, dtype) if kept else None
 
 
 _ATEN = torch.ops.aten
 _KEPT: dict[Any, Callable[..., Any]] = {
-    _ATEN.detach.default: _same,
-    _ATEN.alias.default: _same,
-    _ATEN.clone.default: _same,
+    _ATEN.detach.default: _alias,
+    _ATEN.alias.default: _alias,
+    _ATEN.clone.default: _alias,
     _ATEN.embedding.default: _embedded,
     _ATEN.index.Tensor: _indexed,
     _ATEN.slice.Tensor: _sliced,

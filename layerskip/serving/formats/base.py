@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from layerskip.texts.grammars import IN_A_LINE, closed
+from layerskip.texts.grammars import IN_A_LINE, close_objects
 
 Tool = Mapping[str, Any]
 """A function as clients describe it: `name`, and optionally `parameters`, a JSON schema."""
@@ -170,7 +170,7 @@ def _loaded(text: str) -> Any:
 
 def schema_of(tool: Tool) -> dict[str, Any]:
     """The schema of a function's arguments."""
-    return closed({"type": "object", **(tool.get("parameters") or {})})
+    return close_objects({"type": "object", **(tool.get("parameters") or {})})
 
 
 def json_calls(tools: Sequence[Tool], key: str) -> str:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from layerskip.texts.grammars import IN_A_LINE, referred, searched
+from layerskip.texts.grammars import IN_A_LINE, referenced, search_terminal
 
 _TYPES = {str: "string", list: "array", dict: "object", bool: "boolean", type(None): "null"}
 _ALL = ("string", "number", "boolean", "null", "array", "object")
@@ -80,7 +80,7 @@ class Rules:
         if name in ("enum", "const"):
             values = options if name == "enum" else [options]
             return " | ".join(self._written(each) for each in values if _is_of(each, types))
-        options = [referred(options, self._root)] if name == "$ref" else options
+        options = [referenced(options, self._root)] if name == "$ref" else options
         if name == "allOf" and len(options) > 1:
             raise _not_held(name, schema)
         # llguidance has checked that of `oneOf` no value fits two
@@ -120,7 +120,7 @@ class Rules:
         for name in ("pattern", "format"):
             if name in schema:
                 pattern = schema[name] if name == "pattern" else _FORMATS.get(schema[name])
-                if pattern is None or (found := searched(pattern)) is None:
+                if pattern is None or (found := search_terminal(pattern)) is None:
                     raise _not_held(name, schema)
                 parts.append(found)
         text = " & ".join(parts)

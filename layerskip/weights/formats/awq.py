@@ -33,12 +33,12 @@ def awq(config: dict[str, Any]) -> Read:
         zeros = tensors.take(f"{path}.qzeros", (None, rows // 8), torch.int32)
         scales = tensors.take(f"{path}.scales", (len(zeros), rows), *FLOATS)
         width = width_of(columns, len(scales), config.get("group_size"))
-        return Codes(_turned(words), 4, scales.T, _turned(zeros), width)
+        return Codes(_transposed(words), 4, scales.T, _transposed(zeros), width)
 
     return read
 
 
-def _turned(words: Tensor) -> Tensor:
+def _transposed(words: Tensor) -> Tensor:
     """Transpose the codes (N, 8 W) in words (N, W): (8 W, N)."""
     codes = unpacked_codes(words, 4, 8 * words.shape[1]).view(len(words), -1, 8)
     return codes[:, :, _PLACES].flatten(1).T

@@ -42,7 +42,7 @@ def is_packed(config: Any) -> bool:
     return isinstance(how, dict) and how.get("quant_method") in _READERS and not experts
 
 
-def left_whole(config: Any) -> str | None:
+def ignored_rounding(config: Any) -> str | None:
     """What a packed checkpoint rounds apart from weights, and is ignored here; None if nothing."""
     how = config.quantization_config
     groups = (how.get("config_groups") or {}).values()

@@ -231,12 +231,12 @@ def _weight(
     if packed and len(entry.shape) == 2 and entry.shape[1] % UNIT == 0:
         stored = _stored(contents, entry, dtype)
         if kind == "llama" and part in ("attn_q", "attn_k"):
-            rows = _turned(stored.bytes, contents.metadata, part)
+            rows = _reordered(stored.bytes, contents.metadata, part)
             return Stored(rows, entry.format, entry.shape[1], dtype)
         return stored
     numbers = _numbers(contents, entry)
     if kind == "llama" and part in ("attn_q", "attn_k"):
-        numbers = _turned(numbers, contents.metadata, part)
+        numbers = _reordered(numbers, contents.metadata, part)
     if kind in _GEMMAS and part.endswith("norm"):
         numbers = numbers - 1
     return numbers.to(dtype)
@@ -268,7 +268,7 @@ def _blocks(contents: Contents, entry: Entry) -> Tensor:
     return blocks
 
 
-def _turned(rows: Tensor, metadata: Mapping[str, Any], part: str) -> Tensor:
+def _reordered(rows: Tensor, metadata: Mapping[str, Any], part: str) -> Tensor:
     """Reorder rows of queries or keys as in the library: the halves of a head one after another."""
     count = metadata["llama.attention.head_count"]
     if part == "attn_k":
