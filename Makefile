@@ -19,7 +19,7 @@ LLAMA := $(shell $(LLAMA_PYTHON) -c "import llama_cpp" 2>/dev/null && \
 	echo --method llama.cpp --method llama.cpp-flash)
 
 .PHONY: demo test test-gpu test-oldest newest test-newest test-later checkpoints benchmark benchmark-smollm2 benchmark-context
-.PHONY: benchmark-gpu speed figures lines lint wheels
+.PHONY: benchmark-gpu speed figures architecture lines lint wheels
 .DELETE_ON_ERROR:
 
 demo: .venv/installed
@@ -133,6 +133,10 @@ figures: .venv/installed
 # is installed beside that torch no compiler is needed.
 wheels: .venv/installed-dev
 	$(BIN)/python scripts/make_wheels.py dist
+
+# The picture and the table of docs/architecture.md, from the imports.
+architecture: .venv/installed
+	$(BIN)/python scripts/rooms.py
 
 # Lines of code by room.
 lines:

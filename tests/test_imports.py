@@ -8,12 +8,13 @@ import subprocess
 import sys
 import tomllib
 from collections import defaultdict
-from functools import cache
 from itertools import chain
 from pathlib import Path
 
 import pytest
+import rooms
 import transformers
+from rooms import imported, imports_of, modules, room
 
 import layerskip
 from layerskip.serving.requests import Refusal
@@ -46,45 +47,6 @@ LIGHT = {"version", "errors", "files", "texts", "config", "costs"}  # rooms that
 HEAVY = {"torch", "transformers", "optuna", "pandas", "matplotlib"}
 
 
-@cache
-def modules():
-    """Every module of the three packages, and its file."""
-    found = {}
-    for package in ("layerskip", "search", "analysis"):
-        for path in (ROOT / package).rglob("*.py"):
-            parts = path.relative_to(ROOT).with_suffix("").parts
-            parts = parts if parts[0] == "layerskip" else ("layerskip", *parts)
-            found[".".join(parts).removesuffix(".__init__")] = path
-    return found
-
-
-def imported(source, module, *, is_package=False):
-    """The full names of everything that the source of `module` imports, also inside functions."""
-    package = module.split(".") if is_package else module.split(".")[:-1]
-    names = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) + 1 - node.level] if node.level else []
-            origin = ".".join([*base, node.module] if node.module else base)
-            names |= {_home(origin, alias.name) for alias in node.names}
-    return names
-
-
-def _home(origin, name):
-    if origin == "layerskip" and name in layerskip.__all__:
-        return layerskip._HOME[name]
-    if origin == "layerskip" and name == "__version__":
-        return "layerskip.__version__"  # a constant, which has no floor
-    return f"{origin}.{name}"
-
-
-def room(module):
-    """The package or single file that contains a module."""
-    return module.removeprefix("layerskip").removeprefix(".").partition(".")[0]
-
-
 def allowed(module):
     """The rooms from which a module may import."""
     own = room(module)
@@ -92,12 +54,6 @@ def allowed(module):
         return ANALYSIS
     floor = next(index for index, rooms in enumerate(FLOORS) if own in rooms)
     return {own}.union(*FLOORS[:floor], {"analysis"} if own == "cli" else ())
-
-
-@cache
-def imports_of(module):
-    path = modules()[module]
-    return imported(path.read_text(encoding="utf-8"), module, is_package=path.stem == "__init__")
 
 
 def climbing(names, module):
@@ -111,6 +67,14 @@ def test_every_room_has_a_floor():
     rooms = {room(module) for module in modules()} - {"", "analysis"}
     assert rooms == set().union(*FLOORS)
     assert sum(map(len, FLOORS)) == len(rooms)  # each on one floor only
+
+
+def test_the_page_of_rooms_names_their_imports():
+    page = rooms.PAGE.read_text(encoding="utf-8")
+    assert rooms.filled(page) == page, "run make architecture"
+    assert {*re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)} == rooms.arrows().keys()
+    drawn = [text.get_text() for text in rooms.draw(rooms.arrows()).axes[0].texts]
+    assert {*filter(None, drawn)} == rooms.arrows().keys()
 
 
 def test_no_upward_imports():
