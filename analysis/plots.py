@@ -13,7 +13,7 @@ from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from layerskip.analysis import drawing, run_tables, training_tables
 from layerskip.analysis.drawing import BLUE, GREEN, INK, LINE, MUTED, ORANGE, PAPER, PURPLE, SKY
-from layerskip.analysis.labels import ranged, ranges
+from layerskip.analysis.labels import ranged
 from layerskip.analysis.runs import ALL, Run
 
 PHASES = {
@@ -72,14 +72,11 @@ def speedups(run: Run, batch_size: int) -> drawing.Plot | None:
     axes.set_yticks([n * lanes + middle for n in range(len(methods))], labels)
     axes.set_ylim(len(methods) * lanes - 1, -1)
     axes.grid(axis="y", visible=False)
-    by_group = table.groupby("category", sort=False)
-    speedups = "; ".join(
-        f"{name}: {drawing.listed(rows, '{method} {words}')}" for name, rows in by_group
-    )
+    whole = drawing.listed(table[table["category"] == ALL], "{method} {words}")
     return drawing.finished(
         axes,
         *_named(run, "speedup", f"Speedup over {run.baseline}", batch_size),
-        f"Speed relative to {run.baseline}: {speedups}.",
+        f"Speed relative to {run.baseline}: {whole}.",
         f"times as fast as {run.baseline} (95% interval over prompts)",
     )
 
@@ -152,13 +149,7 @@ def phases(run: Run) -> drawing.Plot:
     axes.set_yticks(places, names)
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
-    parts = []
-    for row in table.to_dict("records"):
-        spent = [
-            f"{word} {row[phase]:.3g}" for phase, (word, *_) in PHASES.items() if row[phase] > 0
-        ]
-        parts.append(f"{row['method']} {row['total']:.3g} ({', '.join(spent)})")
-    alt = f"Milliseconds per new token, by phase: {'; '.join(parts)}."
+    alt = f"Milliseconds per new token: {drawing.listed(table, '{method} {total:.3g}')}."
     return drawing.finished(
         axes, "phases", "Where the time goes", alt, "milliseconds per new token"
     )
@@ -238,8 +229,9 @@ def skip_map(
         np.ma.masked_invalid(cells), cmap=ListedColormap([*SIDES.values(), GREEN]), vmin=0, vmax=2,
         edgecolors=PAPER, linewidth=0.5 if layers <= 32 else 0.0,
     )  # fmt: skip
-    for label, colour in looks.items():
-        axes.bar([0], [0], color=colour, label=label)
+    for number, (label, colour) in enumerate(looks.items()):
+        if (cells == number).any():
+            axes.bar([0], [0], color=colour, label=label)
     shown = range(0, layers, -(-layers // 16))  # about a dozen ticks
     axes.set_xlim(0, cells.shape[1])
     axes.set_ylim(len(rows), 0)
@@ -248,22 +240,10 @@ def skip_map(
     axes.tick_params(axis="y", length=0)
     axes.grid(visible=False)
     axes.hlines(range(1, len(rows)), 0, cells.shape[1], colors=PAPER, linewidth=4)
-    alt = f"{len(rows)} drafts, among them: {'; '.join(draft_words(*row) for row in rows[:5])}."
+    out = [f"{label} {sum(map(len, draft['skipped'].values()))}" for label, draft, _ in rows]
+    alt = f"Sublayers left out of {2 * layers}: {', '.join(out)}."
     title = "What the drafts leave out" + " or round" * bool(bits)
     return drawing.finished(axes, name, title, alt, "layer (right: speedup, predicted if untimed)")
-
-
-def draft_words(name: str, draft: Mapping[str, Any], speedup: float) -> str:
-    low = draft.get("low")
-    left_out, rounded = (
-        f"attention {ranges(sets['attention'])} and MLP {ranges(sets['mlp'])}"
-        for sets in (draft["skipped"], low or draft["skipped"])
-    )
-    words = f"{name} leaves out {left_out}"
-    words += f", runs {rounded} in {low['bits']} bits" if low else ""
-    words += "" if draft.get("experts") is None else f", with {draft['experts']} experts"
-    words += "" if draft.get("window") is None else f", sees the last {draft['window']} tokens"
-    return f"{words}, speedup {speedup:.2f}"
 
 
 def training_curve(of: training_tables.Trainings) -> drawing.Plot:
@@ -272,13 +252,11 @@ def training_curve(of: training_tables.Trainings) -> drawing.Plot:
     names = table["draft"].unique()
     axes = drawing.new_axes(3.6 + 0.2 * sum(1 + len(name) // 56 for name in names))
     drawing.lines(axes, table, "draft", "tokens", "overlap", "")
-    ends = table.groupby("draft", sort=False).agg(
-        begin=("overlap", "first"), end=("overlap", "last"), tokens=("tokens", "last")
-    ).reset_index()  # fmt: skip
-    words = drawing.listed(ends, "{draft} {begin:.3f} to {end:.3f} after {tokens:,} tokens", "; ")
+    ends = table.drop_duplicates("draft", keep="last")
+    words = drawing.listed(ends, "{draft} {overlap:.3f} after {tokens:,} tokens", "; ")
     axes.set_xlim(left=0)
     axes.xaxis.set_major_locator(MaxNLocator(6))
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    alt = f"Overlap of the first drafted token by tokens of training. {words}."
+    alt = f"Overlap of the first drafted token with the target's distribution: {words}."
     title, overlap = "Overlap against tokens of training", "overlap with the target's distribution"
     return drawing.finished(axes, "training-curve", title, alt, "tokens trained on", overlap)

@@ -8,7 +8,6 @@ from matplotlib.figure import Figure
 
 from layerskip.analysis import drawing, search_tables
 from layerskip.analysis.drawing import BLUE, GREEN, INK, MUTED, ORANGE, PURPLE
-from layerskip.analysis.labels import ranges
 from layerskip.analysis.plots import skip_map
 
 MANY = 200  # number of trials from which on points are small
@@ -60,11 +59,9 @@ def search_progress(search: search_tables.SearchTables) -> drawing.Plot | None:
             )  # fmt: skip
     axes[1].set_xlabel("seconds of trials")
     last = table.iloc[-1]
-    first = table[table["best"] >= 0.99 * last["best"]].iloc[0]
     alt = (
         f"Best value so far: {last['best']:.3f} after {len(table)} trials and "
-        f"{last['seconds']:.0f} seconds; 99% of it after {first['trial']:.0f} trials and "
-        f"{first['seconds']:.0f} seconds."
+        f"{last['seconds']:.0f} seconds."
     )
     return drawing.finished(axes[0], "search-progress", "How the search went", alt, "trials", VALUE)
 
@@ -89,17 +86,13 @@ def influence(search: search_tables.SearchTables) -> drawing.Plot | None:
         axes.scatter(out, [row] * len(out), s=22, color="white", edgecolors=INK, zorder=3)
     axes.set_yticks([0, 1], ["attention", "MLP"])
     axes.grid(visible=False)
-    order = np.argsort(values)
-    names = [f"{'MLP' if i % 2 else 'attention'} {i // 2}" for i in order]
-    left_out = ", ".join(f"{name} {ranges(layers)}" for name, layers in skipped.items() if layers)
+    names = [f"{'MLP' if place % 2 else 'attention'} {place // 2}" for place in np.argsort(values)]
     alt = (
-        f"1 - cosine similarity of hidden states before and after each sublayer: least for "
+        "1 - cosine similarity of hidden states before and after each sublayer: least for "
         f"{', '.join(names[:3])}, most for {', '.join(names[:-4:-1])}."
     )
     title = "Which sublayers matter"
-    if best:
-        title += f" (dots: left out by {best['name']})"
-        alt += f" {best['name']} leaves out {left_out or 'nothing'}."
+    title += f" (dots: left out by {best['name']})" if best else ""
     return drawing.finished(axes, "search-influence", title, alt, "layer")
 
 
@@ -127,11 +120,9 @@ def search_front(search: search_tables.SearchTables) -> drawing.Plot | None:
             color=drawing.colour_of(number), markersize=9, markeredgecolor=INK, zorder=4,
         )  # fmt: skip
     axes.set_xlim(left=0)
-    names = drawing.listed(best, "{name} accepts {alpha:.2f} at c {draft_cost:.2f}", "; ")
     alt = (
         f"Acceptance against draft cost of {len(table)} trials, {len(front)} of them not "
-        f"dominated; the best has a value of {table['value'].max():.2f}. "
-        f"{names or 'No finalist drafts'}."
+        f"dominated; the best has a value of {table['value'].max():.2f}."
     )
     cost, alpha = "c: draft step / target step", "alpha: a draft token is accepted"
     return drawing.finished(axes, "search-front", "Acceptance against cost", alt, cost, alpha)

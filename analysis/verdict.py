@@ -142,12 +142,12 @@ def judge_search(search: search_tables.SearchTables) -> Verdict:
         if best is not None and best["name"] != row["name"]:
             verdict.lines.append(f"The best early exit, {best['name']}, {_speed(best)}.")
     failed = int((search.trials["state"] != "complete").sum())
+    guided = search.complete["origin"].isin(search_tables.GUIDED).sum()
     verdict.lines.append(
-        f"{len(search.complete)} trials finished, "
-        f"{search.complete['origin'].isin(search_tables.GUIDED).sum()} of them guided"
-        f"{f' ({failed} more failed)' if failed else ''}, in the {document['space']['kind']} space "
-        f"of {document['space']['size']:,} sets, none of which can be more than "
-        f"{document['bound']:.1f} times as fast as plain."
+        f"{len(search.complete)} trials finished, {guided} of them guided"
+        f"{f' ({failed} more failed)' if failed else ''}; no set of the "
+        f"{document['space']['kind']} space can be more than {document['bound']:.1f} times as fast "
+        "as plain."
     )
     if found is not None and found["confirmed"] is None:
         if document["winner"] or found["predicted"] > search_tables.PAYS:

@@ -90,7 +90,7 @@ def test_trainings_in_pictures(tmp_path):
     lines = {line.get_label(): line for line in axes.lines}
     assert [*lines] == ["feature-block (lk)", "heads (kl)"]
     assert lines["heads (kl)"].get_ydata().tolist() == [0.30, 0.52, 0.61, 0.66]
-    assert "feature-block (lk) 0.300 to 0.660 after 80,000 tokens" in curve.alt
+    assert "feature-block (lk) 0.660 after 80,000 tokens" in curve.alt
     told = curve.figure.axes[0].xaxis.get_major_formatter()
     assert [told(n) for n in (0, 500, 20_000, 1.5e6)] == ["0", "500", "20k", "1.5M"]
 
