@@ -72,31 +72,15 @@ class LibraryCache(RowCache):
         self.crossed: dict[int, list[Tensor]] = {}
         self.unread = {*range(rows)}
 
-    def keep(self, places: Sequence[int], length: int) -> None:
-        self._place_encoded(places)
-        super().keep(places, length)
-
-    def resize(self, rows: int, slots: int, kept: int) -> None:
-        self._place_encoded([*range(kept), *[0] * (rows - kept)])
-        super().resize(rows, slots, kept)
-
-    def move(self, source: int, place: int, length: int) -> None:
-        super().move(source, place, length)
-        self._place_encoded([source if row == place else row for row in range(self.rows)])
-
-    def exchange(self, one: int, other: int, length: int) -> None:
-        super().exchange(one, other, length)
-        to = {one: other, other: one}
-        self._place_encoded([to.get(row, row) for row in range(self.rows)])
-
-    def _place_encoded(self, places: Sequence[int]) -> None:
-        """Assign to each row the encoder output of the row at the given place."""
+    def _arrange(self, places: Sequence[int | None]) -> None:
+        super()._arrange(places)
         if self.encoded is None:
             return
-        self.encoded = self.encoded.of([*places])
+        before = [place or 0 for place in places]  # until it joins, a new row has any states
+        self.encoded = self.encoded.of(before)
         for layer, crossed in self.crossed.items():
-            self.crossed[layer] = [each[[*places]] for each in crossed]
-        self.unread = {row for row, place in enumerate(places) if place in self.unread}
+            self.crossed[layer] = [each[before] for each in crossed]
+        self.unread = {row for row, place in enumerate(before) if place in self.unread}
 
     def join(self, place: int, encoded: EncoderStates) -> None:
         """Add a row after all others with an encoder's output for one text without pads.

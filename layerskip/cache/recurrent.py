@@ -190,33 +190,20 @@ class RecurrentCache(LibraryCache):
     def marks(self, length: int, same: int) -> set[int]:
         return {length - 1, same}  # the last token runs again if the same prompt comes
 
-    def keep(self, places: Sequence[int], length: int) -> None:
-        self._tokens = self._tokens[list(places)]
-        self._states = [self._states[place] for place in places]
-        self._drafted = [_NOTHING] * len(places)
-        super().keep(places, length)
-
-    def resize(self, rows: int, slots: int, kept: int) -> None:
-        super().resize(rows, slots, kept)
-        tokens = self._tokens.new_zeros(rows, slots)
-        least = min(slots, self._tokens.shape[1])
-        tokens[:kept, :least] = self._tokens[:kept, :least]
-        self._tokens, self._drafted = tokens, [_NOTHING] * rows
-        self._states = [*self._states[:kept], *([_NOTHING] for _ in range(rows - kept))]
+    def _arrange(self, places: Sequence[int | None]) -> None:
+        super()._arrange(places)
+        tokens = self._tokens.new_zeros(len(places), self.slots)
+        length = min(tokens.shape[1], self._tokens.shape[1])
+        for row, place in enumerate(places):
+            if place is not None:
+                tokens[row, :length] = self._tokens[place, :length]
+        states = self._states
+        self._states = [[_NOTHING] if place is None else states[place] for place in places]
+        self._tokens, self._drafted = tokens, [_NOTHING] * len(places)
 
     def begin(self, place: int, end: int) -> None:
         super().begin(place, end)
         self._states[place] = [_NOTHING]
-
-    def move(self, source: int, place: int, length: int) -> None:
-        super().move(source, place, length)
-        self._tokens[place], self._states[place] = self._tokens[source], self._states[source]
-
-    def exchange(self, one: int, other: int, length: int) -> None:
-        super().exchange(one, other, length)
-        self._tokens[[one, other]] = self._tokens[[other, one]]
-        states = self._states
-        states[one], states[other] = states[other], states[one]
 
 
 class _Both(LinearAttentionLayer, AttentionLayer):  # type: ignore[override]

@@ -312,11 +312,19 @@ class RowCache:
         count = min(last, held.shape[1])
         buffers[layer][place, :, last - count : last] = held[:, held.shape[1] - count :]
 
+    def _arrange(self, places: Sequence[int | None]) -> None:
+        """Give each row what is kept for the row at the given place, apart from buffers.
+
+        A new row has the place None.
+        """
+        self.rows = len(places)
+        self.bases = [0 if place is None else self.bases[place] for place in places]
+
     def keep(self, places: Sequence[int], length: int) -> None:
         """Keep only the rows at `places` (ascending), up to a length."""
-        self.rows, self.top = len(places), length
+        self._arrange(places)
+        self.top = length
         whole, some = {*self.keys} - self.trimmed, {*self.keys} & self.trimmed
-        self.bases = [self.bases[place] for place in places]
         self._renew(whole, list(places), 0, length)
         self._renew(some, list(places), 0, length - self.base)
 
@@ -326,21 +334,22 @@ class RowCache:
         For caches that roll, or have no trimmed layers.
         """
         length, span = min(self.size, slots), self.span
-        self.rows, self.slots, self.size = rows, slots, slots
+        self.slots, self.size = slots, slots
         self.span = min(self._rolls, slots)
-        self.bases = self.bases[:kept] + [0] * (rows - kept)
+        self._arrange([*range(kept), *[None] * (rows - kept)])
         self._renew({*self.keys} - self.trimmed, slice(kept), 0, length)
         self._renew({*self.keys} & self.trimmed, slice(kept), 0, min(span, self.span))
 
     def move(self, source: int, place: int, length: int) -> None:
         """Copy the first slots of a row to another row; for the same caches as `resize`."""
-        self.bases[place] = self.bases[source]
+        self._arrange([source if row == place else row for row in range(self.rows)])
         for buffer in (*self.keys.values(), *self.values.values()):
             buffer[place, :, :length] = buffer[source, :, :length]
 
     def exchange(self, one: int, other: int, length: int) -> None:
         """Exchange the first slots of two rows; for the same caches as `resize`."""
-        self.bases[one], self.bases[other] = self.bases[other], self.bases[one]
+        exchanged = {one: other, other: one}
+        self._arrange([exchanged.get(row, row) for row in range(self.rows)])
         for buffer in (*self.keys.values(), *self.values.values()):
             buffer[[one, other], :, :length] = buffer[[other, one], :, :length]
 
