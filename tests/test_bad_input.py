@@ -75,7 +75,7 @@ REFUSED = {  # by command
         ("--prompt-file chat.jsonl", "no chat template"),
         ("--prompt-file empty", "are empty"),
         ("--prompt-file key.jsonl", "line 1: a line may have the keys prompt,.*got 'temperature'"),
-        ("--prompt-file form.jsonl", "prompt 1 has a form of its own; use layerskip run"),
+        ("--prompt-file form.jsonl", "prompt 1 has its own response_format; use layerskip run"),
     ],
     "generate demo-lama ": [("--prompt x", "is no model demo-lama; did you mean demo-llama?")],
     "run MODEL key.jsonl ": [("--output new/out", "got 'temperature'")],
@@ -102,7 +102,7 @@ REFUSED = {  # by command
     ],
     "benchmark MODEL ": [
         ("--prompts two.txt --output diary --exit-layer 3", "not a file of records"),
-        ("--output other.jsonl", "a model of your own needs --prompts FILE"),
+        ("--output other.jsonl", "this model comes without prompts; give --prompts FILE"),
         ("--prompts two.txt --output .", "--output . is a folder, a pipe or a device"),
         ("", "Missing option"),
     ],

@@ -271,7 +271,7 @@ def test_what_is_not_plain_keeps_the_module_path(family):
     mixture.router.forward = type(mixture.router).forward.__get__(mixture.router)
     opened = Sublayers(model)
     assert opened.execution == "modules"
-    with pytest.raises(ValueError, match="routers have a forward of their own"):
+    with pytest.raises(ValueError, match="routers have a custom forward"):
         opened.weights.blocks(SkipConfig(experts=1))
 
 

@@ -552,8 +552,8 @@ def test_what_is_not_served_is_refused_by_name(llama):
         ({"penalty_alpha": 0.6, "top_k": 4}, "penalty_alpha asks for another way"),
         ({"dola_layers": "low"}, "dola_layers asks for another way"),
         ({"inputs": None, "inputs_embeds": embeds}, "inputs_embeds is not supported"),
-        ({name: empty}, f"a KV cache of your own .*{name}.* is not supported"),
-        ({name: filled}, "a KV cache of your own"),
+        ({name: empty}, f"a custom KV cache .*{name}.* is not supported"),
+        ({name: filled}, "a custom KV cache"),
         ({"output_attentions": True}, "output_attentions is not supported"),
         ({"output_hidden_states": True}, "output_hidden_states is not supported"),
         ({"position_ids": torch.arange(5)[None] + 3}, "custom position_ids"),
@@ -818,13 +818,13 @@ def test_hooks_fire_and_hooks_and_forwards_that_would_be_lost_are_refused():
                 next(layerskip.decode(model, prompt(4), skip=SKIP))
             hook.remove()
         kind, module.forward = type(module), lambda *_, **__: None
-        with pytest.raises(UnsupportedModelError, match=f"{kind.__name__}.* a forward of its own"):
+        with pytest.raises(UnsupportedModelError, match=f"{kind.__name__}.* a custom forward"):
             Sublayers(model)
         module.forward = torch.compile(kind.forward.__get__(module), backend="eager")
         Sublayers(model)
         del module.forward
         module.__class__ = type("Own", (kind,), {"forward": lambda *_, **__: None})
-        with pytest.raises(UnsupportedModelError, match=r"Own.* a forward of its own"):
+        with pytest.raises(UnsupportedModelError, match=r"Own.* a custom forward"):
             Sublayers(model)
         module.__class__ = kind
 

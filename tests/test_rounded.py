@@ -383,7 +383,7 @@ def test_a_forward_of_its_own_is_refused_by_name():
         opened = Sublayers(model)
         assert opened.execution == "modules"
         where = name.replace("model.layers.2", "layer 2").replace("layer 2.", "layer 2 ")
-        with pytest.raises(ValueError, match=f"{where} has a forward of its own"):
+        with pytest.raises(ValueError, match=f"{where} has a custom forward"):
             opened.weights.blocks(SkipConfig.low_precision(8))
         opened.weights.blocks(SkipConfig(low=LowPrecision(attention=(2,), mlp=(1,))))
         del module.forward

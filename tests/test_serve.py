@@ -721,7 +721,7 @@ class TestRefusals:
             body = {**GREEDY, "prompt": ["a"] * 20_000, "n": 128}
             got = httpx.post(f"{url}/v1/completions", json=body)
         assert got.status_code == 429
-        assert "2560000 more came" in got.json()["error"]["message"]
+        assert "2560000 more were requested" in got.json()["error"]["message"]
 
     def test_a_head_that_never_ends(self, place, monkeypatch):
         monkeypatch.setattr(connections, "HEAD_SECONDS", 0.3)

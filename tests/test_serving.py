@@ -391,7 +391,7 @@ def test_a_full_queue_refuses(model):
     serving = Serving(model, max_queue=2, **SETTINGS)
     for _ in range(2):
         serving.submit(TextRequest([1, 2]), lambda piece: None)
-    with pytest.raises(Refusal, match="2 texts waited and 1 more came, but at most 2 may"):
+    with pytest.raises(Refusal, match="at most 2 texts: 2 are waiting, and 1 more were requested"):
         serving.submit(TextRequest([1, 2]), lambda piece: None)
 
 

@@ -448,7 +448,7 @@ def test_held_out_texts_that_end_at_once_are_passed_over(tmp_path, monkeypatch):
 def test_what_cannot_be_trained_is_refused(tmp_path, monkeypatch):
     """Errors of files and disks are tested in `test_refused_drafts.py`."""
     model = lively_model("llama", dtype=torch.float32)
-    with pytest.raises(ValueError, match="say how long to train"):
+    with pytest.raises(ValueError, match="as the length of the training"):
         Recipe(kind="heads")
     for kind, skip, message in (
         ("exit-block", SkipConfig(mlp=(1,)), "an exit block follows an early exit"),

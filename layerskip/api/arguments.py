@@ -70,7 +70,7 @@ def checked_mask(
         raise ValueError("inputs_embeds is not supported: processors need tokens; pass input_ids")
     if holds_tokens(cache_in(model_kwargs)):
         raise ValueError(
-            "a KV cache of your own (past_key_values, cache) is not supported: the engine keeps "
+            "a custom KV cache (past_key_values, cache) is not supported: the engine keeps "
             "one itself; pass the whole conversation as input_ids"
         )
     mask = model_kwargs.pop("attention_mask", None)
@@ -151,7 +151,7 @@ def pictures_of(
     for name, what in _OTHER_MEDIA.items():
         if model_kwargs.get(name) is not None or encoded.get(name) is not None:
             raise ValueError(
-                f"{what} ({name}) is not supported, text and pictures are; leave out "
+                f"{what} ({name}) is not supported, only text and pictures; leave out "
                 "custom_generate"
             )
     outer: Any = model.config
@@ -225,7 +225,7 @@ def read_text(
         return tokens, None, []
     most = getattr(model.config.get_text_config(encoder=True), "max_position_embeddings", None)
     if most is not None and len(tokens) > most:
-        raise ValueError(f"the encoder reads {most} tokens at most, got {len(tokens)}")
+        raise ValueError(f"the encoder reads at most {most} tokens, got {len(tokens)}")
     given: dict[str, Any] = {}
 
     def prepared(_: Any, input_ids: Tensor, **others: Any) -> Tensor:
@@ -248,7 +248,7 @@ def check_ids(input_ids: Any) -> None:
     if not isinstance(input_ids, Tensor):
         raise TypeError(
             f"prompts must be a tensor of token ids, got {type(input_ids).__name__}; tokenize text "
-            'first and pass what comes out: tokenizer(text, return_tensors="pt")'
+            'first, and pass the result of tokenizer(text, return_tensors="pt")'
         )
     if input_ids.dim() != 2 or input_ids.numel() == 0:
         raise ValueError(

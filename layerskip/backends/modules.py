@@ -200,7 +200,7 @@ def with_products(module: Any, linear: Callable[[nn.Linear], Function], name: st
             return each
         if "forward" in vars(each):
             raise ValueError(
-                f"low precision cannot serve this model: {path} has a forward of its own, which "
+                f"low precision cannot serve this model: {path} has a custom forward, which "
                 "accelerate or a patch has put there; leave low precision out"
             )
         made = copy(each)

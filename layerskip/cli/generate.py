@@ -138,7 +138,7 @@ def _given_prompts(prompt: str | None, path: Path | None) -> list[Prompt]:
         chosen = read_given(path, strict=True)
         for each in chosen:
             if each.body or each.response_format:
-                raise ValueError(f"prompt {each.id} has a form of its own; use layerskip run")
+                raise ValueError(f"prompt {each.id} has its own response_format; use layerskip run")
         return chosen
     if prompt == "-" or (prompt is None and not sys.stdin.isatty()):
         with errors_of("standard input"):

@@ -41,9 +41,9 @@ def given_prompts(path: Path | None, model: str) -> list[Prompt]:
         return read_given(path)
     if model not in SHIPPED:
         raise ValueError(
-            "a model of your own needs --prompts FILE: a few dozen prompts, as JSON lines or one "
-            f"prompt per line, or {' or '.join(NAMED_PROMPTS)} (only {' and '.join(SHIPPED)} "
-            "come with prompts)"
+            "this model comes without prompts; give --prompts FILE: a few dozen prompts, as JSON "
+            f"lines or one prompt per line, or {' or '.join(NAMED_PROMPTS)} (only "
+            f"{' and '.join(SHIPPED)} come with prompts)"
         )
     return shipped_prompts(None)
 

@@ -263,7 +263,7 @@ class Architecture:
         for name, module in named.items():
             hooked = foreign_hooks(module)
             if hooked or own_forward(module):
-                what = "forward hooks" if hooked else "a forward of its own"
+                what = "forward hooks" if hooked else "a custom forward"
                 raise UnsupportedModelError(
                     f"{name} ({type(module).__name__}) has {what}, which would not run there: it "
                     "is never called as a whole; hook its self_attn, its mlp or a norm instead, or "

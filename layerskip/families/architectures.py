@@ -10,11 +10,11 @@ TRANSFORMERS = "5.23.0"
 DRAFTS = {
     "opened": (
         "sublayers left out, early exits, 8 and 4 bits, trained drafts, lookups, a second model, "
-        "sources of your own"
+        "custom sources"
     ),
     "opened, with pictures": "the same, also after prompts with pictures",
     "opened, with an encoder": "the same; lookups in what the encoder reads, too",
-    "whole": "lookups, a second model, sources of your own, all linears in 8 or 4 bits",
+    "whole": "lookups, a second model, custom sources, all linears in 8 or 4 bits",
     "whole, with an encoder": "the same; lookups in what the encoder reads, too",
     "assistant": "none: it drafts for its Gemma 4",
 }

@@ -40,7 +40,7 @@ from layerskip.model.sublayers import Sublayers
 from layerskip.weights.rounded import linears, rounded_bytes
 
 DRAFTS = (
-    "drafts there: lookups, a second model, sources of your own, and the model itself with its "
+    "drafts there: lookups, a second model, custom sources, and the model itself with its "
     "linears in 8 or 4 bits (SkipConfig.low_precision(8))"
 )
 # Layers of the library's caches whose keys and values can be rolled back. They are named, because
@@ -263,7 +263,7 @@ class Whole(Sublayers):
         if patched or foreign_hooks(model):
             raise UnsupportedModelError(
                 f"the model ({type(model).__name__}) has "
-                f"{'a forward of its own' if patched else 'forward hooks'}, which is not supported "
+                f"{'a custom forward' if patched else 'forward hooks'}, which is not supported "
                 "there: decoder and head are called one by one; hook these, or remove it"
             )
         wraps = self.encoder or cache_name(inner) is None  # Bart's, say, around a decoder alone

@@ -259,7 +259,7 @@ async def _body(request: Request, most: int) -> bytes:
             while True:
                 message = await request.receive()
                 if message["type"] == "http.disconnect":
-                    raise Refusal(400, "the client went away")
+                    raise Refusal(400, "the client disconnected")
                 body += message.get("body", b"")
                 if len(body) > most:
                     large = f"a request may have at most {most} bytes"
@@ -282,7 +282,7 @@ async def _finish_or_disconnect(
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
-        raise Refusal(400, "the client went away")
+        raise Refusal(400, "the client disconnected")
 
     both = [asyncio.create_task(finish()), asyncio.create_task(gone())]
     try:

@@ -145,7 +145,7 @@ class Serving:
             if longest > batch.passes.piece:
                 raise ValueError(
                     f"a picture of {longest} tokens must be read in one pass, but beside other "
-                    f"texts a pass reads {batch.passes.piece} at most; use layerskip.generate"
+                    f"texts a pass reads at most {batch.passes.piece}; use layerskip.generate"
                 )
             needed = batch.passes.nbytes(1, text.slots, request.encoder_length)
             if needed > self.memory:
@@ -177,8 +177,8 @@ class Serving:
         if waiting + count > self.max_queue:
             raise Refusal(
                 429,
-                f"{plural(waiting, 'text')} waited and {count} more came, but at most "
-                f"{self.max_queue} may wait; try again later, or ask for fewer at once",
+                f"the queue holds at most {plural(self.max_queue, 'text')}: {waiting} are waiting, "
+                f"and {count} more were requested; try again later, or request fewer at once",
                 code="queue_full",
             )
 

@@ -69,7 +69,7 @@ class Recipe(BaseRecipe):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.tokens is None and self.minutes is None:
-            raise ValueError("say how long to train: tokens or minutes")
+            raise ValueError("give tokens or minutes, as the length of the training")
 
     def to_dict(self) -> dict[str, Any]:
         """The recipe as JSON values."""

@@ -86,7 +86,7 @@ class ExitRecipe(BaseRecipe):
         if self.init == "random" and (self.loss != "ce" or self.lora is not None):
             raise ValueError("random weights are trained towards the text: loss ce, without lora")
         if self.steps is None and self.minutes is None:
-            raise ValueError("say how long to train: steps or minutes")
+            raise ValueError("give steps or minutes, as the length of the training")
 
     def for_model(self, layers: int) -> ExitRecipe:
         """The recipe with its exits written out, ascending.

@@ -39,7 +39,7 @@ class Student(nn.Module):
         resolved = (skip or SkipConfig()).resolve(num_layers)
         if resolved.shared_prefix() < 2 * num_layers:
             raise ValueError(
-                f"a draft of kind {kind} runs none of the model's layers; name no skip"
+                f"a draft of kind {kind} runs none of the model's layers; leave skip out"
             )
         return resolved
 
