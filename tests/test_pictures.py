@@ -183,7 +183,7 @@ class TestServer:
     def test_a_picture_longer_than_a_piece_is_refused(self, tmp_path, monkeypatch):
         loaded = load(str(save_seeing(tmp_path, size=LARGE)))
         monkeypatch.setattr(passes, "PIECE", 8)
-        with pytest.raises(ValueError, match=r"a picture of 16 tokens .* reads 8 at most"):
+        with pytest.raises(ValueError, match=r"a picture of 16 tokens .* reads at most 8"):
             answers(loaded, Serving(loaded.model, **DRAFTS), [asked("w5", picture(1))])
 
 
