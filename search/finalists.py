@@ -243,7 +243,6 @@ def confirm(
     finalists: Sequence[Finalist],
     prompts: Sequence[Tensor],
     *,
-    default: SkipConfig | None,
     repeats: int,
     until: float = math.inf,
     progress: Progress = silent,
@@ -253,13 +252,13 @@ def confirm(
     Decoding is timed from the first new token on, since no draft changes the cost of a prompt.
 
     Args:
-        default: the default draft, used with lookups; None: lookups only.
         until: time (of `time.monotonic`) to end at, after whole repeats, at least one.
 
     Returns:
         Plain decoding's tokens per second, and the default's times.
     """
-    engines = [Engine(model, task, DEFAULT, default, lookup=True)]
+    chosen: dict[str, Any] = {"lookup": None, "draft_memory": None}  # as by default
+    engines = [Engine(model, task, DEFAULT, **chosen)]
     for each in finalists:
         lookup = each.decoding.lookup is True
         engines.append(Engine(model, task, each.name, each.skip, lookup=lookup))

@@ -20,13 +20,12 @@ from typing import Any
 from optuna import Study
 from torch import Tensor
 
-from layerskip.api.arguments import end_tokens, sampling_of
+from layerskip.api.arguments import end_tokens, law_of, sampling_of
 from layerskip.api.drafts import automatic_draft
 from layerskip.bench.methods import Task
 from layerskip.config.skips import SINK, DecodingOptions, SkipConfig
 from layerskip.costs.speculation import speedup_bound
 from layerskip.model.sublayers import Sublayers
-from layerskip.replay.exit_sweep import law_of
 from layerskip.replay.trace import check_prompts, take_trace
 from layerskip.search import finalists, study
 from layerskip.search.finalists import Finalist, Progress
@@ -290,7 +289,6 @@ class Search:
                 self.task,
                 self.finalists,
                 self.held_out[: int(most)],
-                default=automatic_draft(self.opened).skip,
                 repeats=repeats,
                 until=self.until,
                 # What was timed counts, so only the first prompt may be cut off.

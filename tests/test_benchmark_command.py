@@ -63,6 +63,24 @@ def test_by_default_three_methods_run_and_no_exit_is_replayed(model, tasks, tmp_
     assert found.sweeps == ()
 
 
+@pytest.mark.parametrize("free", [0, 1 << 40])
+def test_weights_that_are_halves_are_read_as_halves_beside_plain_ones(
+    built, tasks, tmp_path, monkeypatch, free
+):
+    shape = {"hidden_size": 64, "intermediate_size": 96}
+    halves = lively_model("llama", dtype=torch.bfloat16, **shape).float()
+    folder, output = save_checkpoint(tmp_path / "model", halves), tmp_path / "run.jsonl"
+    monkeypatch.setattr("layerskip.bench.plans.free_memory", lambda: free)
+    fixed = ("--max-new-tokens", NEW, "--repeats", 1, "--warmup", 0, "--threads", 1, "--limit", 2)
+    given = ("--prompts", tasks / "math.jsonl", *fixed)
+    result = run("benchmark", folder, "--output", output, *given)
+    assert result.exit_code == 0, result.output
+    assert ("half the bytes are read" in result.stderr) is (free > 0)
+    assert ("no memory for the copy that generate() needs" in result.stderr) is (free == 0)
+    found = read_run(output)
+    assert {each["method"] for each in found.records} == {*DEFAULT_METHODS}
+
+
 def test_tasks_are_told_apart(model, tasks, tmp_path):
     output = tmp_path / "run.jsonl"
     flags = ("--tasks", tasks, "--per-category", 2, "--method", "generate")
@@ -85,7 +103,7 @@ def test_tasks_are_told_apart(model, tasks, tmp_path):
 
 def test_a_run_whose_drafts_cost_nothing_is_resumed(model, tasks, tmp_path, monkeypatch):
     table = CostTable(0.0, (1.0, 1.1))
-    monkeypatch.setattr("layerskip.api.decoders.cost_tables", lambda *_, **__: [table])
+    monkeypatch.setattr("layerskip.api.plan.cost_tables", lambda *_, **__: [table])
     output = tmp_path / "run.jsonl"
     ask = (*words(model, output, "--prompts", tasks / "math.jsonl", "--limit", 1), "--json")
     first = document(run(*ask, "--method", "self-lookup"))

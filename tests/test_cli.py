@@ -314,7 +314,7 @@ REPEATED = "w5 w7 w96 w20 w5 w7 w96 w20 w5 w7"
         ([], ["lookup", "sublayers"], "looked up in the text so far, or whole model, in 8 "),
         (["--low-precision", 4], ["lookup", "sublayers"], "or whole model, in 4 bits ("),
         (["--no-lookup"], ["sublayers"], "drafts: whole model, in 8 bits ("),
-        (["--draft-memory", 0], ["lookup"], "so far; the model does not draft in 8 bits: copies"),
+        (["--draft-memory", 0], ["lookup"], "drafts: looked up in the text so far"),
         (["--low-precision", "none"], ["lookup"], "drafts: looked up in the text so far"),
         (["--low-precision", "none", "--no-lookup"], [], "drafts: none"),
         (["--execution", "modules"], ["lookup"], "native passes only, and these are modules"),

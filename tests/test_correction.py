@@ -177,8 +177,8 @@ def test_no_text_depends_on_what_the_clock_says(do_sample, monkeypatch):
             return now[0]
 
         costs = corrected([TRUE, TRUE])
-        monkeypatch.setattr("layerskip.api.decoders.cost_tables", lambda *_, c=costs, **__: c)
-        monkeypatch.setattr("layerskip.api.decoders.clock", clock)
+        monkeypatch.setattr("layerskip.api.plan.cost_tables", lambda *_, c=costs, **__: c)
+        monkeypatch.setattr("layerskip.api.plan.clock", clock)
         out = layerskip.generate(model, ids, skip=SkipConfig.early_exit(2), lookup=True, **law)
         found.append(out.sequences)
         lengths.add(tuple(round_.drafted for round_ in out.rounds))

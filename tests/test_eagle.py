@@ -15,7 +15,8 @@ from talks import chat
 from transformers import AutoModelForCausalLM
 
 import layerskip
-from layerskip.api.drafts import explain_drafts
+from layerskip import LayerSkipDecoding
+from layerskip.api.plan import open_plan
 from layerskip.api.settings import Settings
 from layerskip.cache.library_cache import LibraryCache
 from layerskip.model.eagle_head import eagle_config, load_eagle, save_eagle
@@ -226,7 +227,30 @@ def test_sessions_and_servers_draft_with_heads(head):
     known = chat(model, 2, NEW_TOKENS, **how)
     assert known[0] == (0, 0)
     assert min(known[1]) >= 12
-    assert f"drafts: an EAGLE-3 head, {folder}" in explain_drafts(model, Settings(**how))
+    assert f"drafts: an EAGLE-3 head, {folder}" in open_plan(model, Settings(**how)).explain()
+
+
+def test_one_decoding_serves_models_of_several_dtypes_and_loads_a_head_once_for_each(head, spied):
+    folder, _ = head("speculators")
+    double = lively_model("llama")
+    models = [double, copy.deepcopy(double).float()]
+    decoding = LayerSkipDecoding(assistant=folder, controller="fixed", lookup=False)
+    settings = dict(vars(decoding))
+    read = spied(layerskip.decoding.sources, "load_eagle", lambda source: source)
+    for _ in range(2):
+        for model in models:
+            plain = layerskip.generate(model, prompt(9), max_new_tokens=NEW_TOKENS, enabled=False)
+            how = {"max_new_tokens": NEW_TOKENS, "return_dict_in_generate": True}
+            out = model.generate(prompt(9), custom_generate=decoding, **how)
+            assert out.sequences.tolist() == plain.sequences.tolist()
+            assert out.stats.num_drafts > 0
+    assert read == [folder] * 2
+    assert vars(decoding) == settings
+    assert decoding.assistant == folder
+    twice = [open_plan(double, decoding) for _ in range(2)]
+    assert twice[0].sources is twice[1].sources
+    layerskip.release(double)
+    assert open_plan(double, decoding).sources is not twice[0].sources
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from gguf_files import write
 import layerskip
 from layerskip import LayerSkipDecoding, SkipConfig
 from layerskip.api.arguments import end_tokens
-from layerskip.api.drafts import explain_drafts
 from layerskip.api.loading import load
+from layerskip.api.plan import open_plan
 from layerskip.api.settings import Settings
 from layerskip.bench import checks, plans
 from layerskip.files.gguf_contents import read_gguf
@@ -83,7 +83,7 @@ def test_it_is_told_how_weights_are_stored_and_what_they_take(file):
     matrices = [e for e in read_gguf(file).tensors.values() if len(e.shape) == 2]
     assert sum(each.bytes.nbytes for each in stored) == sum(each.nbytes for each in matrices)
     assert "weights as they are stored: " in loaded.describe()
-    words = explain_drafts(loaded.model, Settings())
+    words = open_plan(loaded.model, Settings()).explain()
     assert "passes: native" in words
     assert "weights as they are stored: " in words
     assert "8 bits: its weights already take so few bits that 8 save too little" in words

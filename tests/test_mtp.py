@@ -17,7 +17,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImage
 
 import layerskip
 from layerskip import LayerSkipDecoding
-from layerskip.api.drafts import explain_drafts
+from layerskip.api.plan import open_plan
 from layerskip.api.settings import Settings
 from layerskip.model.mtp_head import LAYOUTS
 from layerskip.model.opened_models import sublayers_of
@@ -255,10 +255,10 @@ def test_sessions_and_servers_draft_with_heads(kind, made):
 def test_a_loaded_checkpoint_s_head_is_found_and_told(made):
     folder = made("qwen3_5_text")[0].name_or_path
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
-    assert "drafts: the checkpoint's own head" in explain_drafts(model, Settings())
-    without = explain_drafts(model, Settings(draft_memory=0))
+    assert "drafts: the checkpoint's own head" in open_plan(model, Settings()).explain()
+    without = open_plan(model, Settings(draft_memory=0)).explain()
     assert "head" not in without
-    small = explain_drafts(model, Settings(draft_memory=1000))
+    small = open_plan(model, Settings(draft_memory=1000)).explain()
     assert "no drafts by the checkpoint's own head: copies of its weights would take" in small
 
 
@@ -343,11 +343,12 @@ def test_heads_that_cannot_draft_are_told(made, tmp_path):
         weights[name] = weights[name].to(torch.float8_e4m3fn)
 
     model = _damaged(made, tmp_path, stored, "qwen3_5_text")
-    assert "own head: mtp.fc.weight is stored as F8_E4M3" in explain_drafts(model, Settings())
+    assert "own head: mtp.fc.weight is stored as F8_E4M3" in open_plan(model, Settings()).explain()
     other = small_model("ernie4_5_moe")
     path, other.name_or_path = other.name_or_path, str(tmp_path)
     try:
-        assert "the head of a ernie4_5_moe is not supported" in explain_drafts(other, Settings())
+        words = open_plan(other, Settings()).explain()
+        assert "the head of a ernie4_5_moe is not supported" in words
     finally:
         other.name_or_path = path
 

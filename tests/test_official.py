@@ -224,7 +224,7 @@ def test_an_assistant_by_itself_is_refused():
 def test_the_command_line_takes_a_folder(tmp_path, monkeypatch):
     table = CostTable(0.2, (1.0, 1.1, 1.2))
     monkeypatch.setattr(
-        "layerskip.api.decoders.cost_tables", lambda _, drafts, *__, **___: [table for _ in drafts]
+        "layerskip.api.plan.cost_tables", lambda _, drafts, *__, **___: [table for _ in drafts]
     )
     dtype = torch.float32
     folder = save_checkpoint(tmp_path / "target", target_of("gemma4", WORDS, dtype))

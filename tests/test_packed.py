@@ -13,8 +13,8 @@ from transformers import AutoConfig
 
 import layerskip
 from layerskip import SkipConfig
-from layerskip.api.drafts import explain_drafts
 from layerskip.api.loading import load
+from layerskip.api.plan import open_plan
 from layerskip.api.settings import Settings
 from layerskip.model.opened_models import sublayers_of
 from layerskip.native import extension
@@ -119,7 +119,7 @@ def test_it_is_told_how_weights_are_stored_and_what_they_take(tmp_path):
     loaded = layerskip.load(str(tmp_path))
     assert loaded.model.dtype == torch.bfloat16
     assert "weights as they are stored: 4-bit groups 0 MB" in loaded.describe()
-    words = explain_drafts(loaded.model, Settings())
+    words = open_plan(loaded.model, Settings()).explain()
     assert "passes: native" in words
     assert "8 bits: its weights already take so few bits that 8 save too little" in words
     assert fingerprint(loaded.model) == fingerprint(load(str(tmp_path), packed=False).model)

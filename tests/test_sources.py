@@ -12,7 +12,8 @@ from torch import nn
 
 import layerskip
 from layerskip import LayerSkipDecoding, Lookup, SkipConfig
-from layerskip.api.drafts import automatic_draft, choose_drafts
+from layerskip.api.drafts import automatic_draft
+from layerskip.api.plan import open_plan
 from layerskip.config.skips import DecodingOptions
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.controllers import make_controller
@@ -105,13 +106,13 @@ def test_what_is_added_never_takes_away(built):
     plain = layerskip.generate(model, prompt(6), enabled=False, **GREEDY).sequences
     for settings in given:
         decoding = LayerSkipDecoding(**settings)
-        sources = choose_drafts(sublayers_of(model), decoding).sources
+        sources = open_plan(model, decoding).sources
         assert sources[-1].skip == SkipConfig.low_precision(8).resolve(6)
         more = ("assistant" in settings) + ("sources" in settings)
         assert len(sources) == 1 + (settings.get("lookup") is not False) + more
         out = layerskip.generate(model, prompt(6), **settings, **GREEDY)
         assert torch.equal(out.sequences, plain)
-    alone = choose_drafts(sublayers_of(model), LayerSkipDecoding(draft_memory=0))
+    alone = open_plan(model, LayerSkipDecoding(draft_memory=0))
     assert [source.skip for source in alone.sources] == [None]
 
 
@@ -288,3 +289,21 @@ def test_copies_can_be_released_and_live_no_longer_than_the_model():
     for _ in range(2):  # the first collection may free objects that hold others
         gc.collect()
     assert (alive(), copies(), weight()) == (None, None, None)
+
+
+def test_a_plan_is_made_once_and_keeps_neither_the_model_nor_the_settings_alive():
+    model, decoding = lively_model("llama"), LayerSkipDecoding(SkipConfig.early_exit(3))
+    plans = [open_plan(model, decoding) for _ in range(2)]
+    assert plans[0].sources is plans[1].sources
+    assert plans[0].settings is decoding
+    _hooked(model)
+    assert open_plan(model, decoding).sources is not plans[0].sources
+    alive = [weakref.ref(decoding), weakref.ref(model)]
+    del plans, decoding
+    gc.collect()
+    assert alive[0]() is None
+    open_plan(model, decoding := LayerSkipDecoding(SkipConfig.early_exit(2)))
+    del model
+    gc.collect()
+    assert alive[1]() is None
+    assert decoding.skips

@@ -23,6 +23,7 @@ from transformers import (
 )
 
 from layerskip.cache.library_cache import EncoderStates
+from layerskip.decoding.laws import Law
 from layerskip.decoding.rounds import Round
 from layerskip.families.known import CONDITIONAL, unopened
 from layerskip.library import CACHE_NAMES, cache_in, holds_tokens, pad_token
@@ -357,6 +358,17 @@ def warpers(temperature: float | None, top_k: int | None, top_p: float | None) -
     processors += [TopKLogitsWarper(top_k)] if top_k else []
     processors += [TopPLogitsWarper(top_p)] if top_p is not None and top_p < 1.0 else []
     return processors
+
+
+def law_of(settings: Mapping[str, Any], rows: int = 1, processors: Sequence[Any] = ()) -> Law:
+    """The distribution of processors, then temperature, top-k and top-p, as `generate()` has it.
+
+    Args:
+        settings: do_sample, temperature, top_k and top_p (see `sampling_of`); None: off.
+    """
+    do_sample = settings["do_sample"]
+    asked = warpers(*(settings.get(name) for name in _SAMPLING)) if do_sample else ()
+    return Law([*processors, *asked], do_sample=do_sample, rows=rows)
 
 
 def sampling_of(

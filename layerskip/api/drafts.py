@@ -1,45 +1,28 @@
-"""Chooses the draft sources of a model, for every public interface alike.
+"""What a model drafts with by itself, where nobody names a draft, and drafts in words.
 
-A skip config describes a draft by the model itself; of several, the controller chooses one in each
-round. They share one KV cache and one copy of rounded weights, and verification starts from the
-hidden states that the chosen draft shares with the model. Without a skip config, two sources need
-no training, search or data. Lookups cost nothing, and stay beside named drafts. The model with
-8-bit weights needs memory for the copies, and pays where 8-bit products are fast; in a long text it
-attends only to the first and last tokens, since it would otherwise read as many keys as the model.
-`expected-gain` finds out during decoding whether they pay. Other given sources are added. A warning
-says what to do if only the way a model was loaded rules out 8 bits.
+The model with 8-bit weights needs memory for the copies, and pays where 8-bit products are fast; in
+a long text it attends only to the first and last tokens, since it would otherwise read as many keys
+as the model. Some checkpoints bring a head of their own.
 """
 
 from __future__ import annotations
 
-import os
-import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import PurePath
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
 
-from layerskip.api.settings import Settings
-from layerskip.config.registry import ADAPTIVE
 from layerskip.config.skips import SINK, SkipConfig
-from layerskip.decoding.sources import second_model, source_of
-from layerskip.decoding.sources.assistant import Assistant
-from layerskip.decoding.sources.base import Source
-from layerskip.decoding.sources.lookup import Lookup
 from layerskip.decoding.sources.mtp import CheckpointHead
 from layerskip.files.environment import free_memory
 from layerskip.model import mtp_head
-from layerskip.model.assistants import load_assistant
-from layerskip.model.eagle_head import Eagle, eagle_config, load_eagle
-from layerskip.model.opened_models import sublayers_of
+from layerskip.model.opened_models import kept_for
 from layerskip.model.sublayers import ASKED, Sublayers
 from layerskip.model.whole import Whole
-from layerskip.texts.vocabulary import warn_of_vocabularies
-from layerskip.weights.stored import storage_words, stored_weights
+from layerskip.weights.stored import stored_weights
 
 WINDOW = 1024
 """Window of the model's own default draft in a long text, in tokens (`SkipConfig.window`)."""
@@ -49,158 +32,6 @@ WORTH = 0.75
 
 SHARE = 0.5
 """Share of the free memory that copies may take by default."""
-
-
-@dataclass(frozen=True)
-class Drafts:
-    """The draft sources of a model.
-
-    Attributes:
-        model: the target; the head that its own draft reads may be trimmed to a vocabulary.
-        sources: in the order of their numbers in rounds. Without any, decoding is plain.
-        skips: the skip configs of the model's own drafts, which are the last sources.
-        reason: why the model does not draft in 8 bits by default.
-    """
-
-    model: Sublayers
-    sources: Sequence[Source] = ()
-    skips: Sequence[SkipConfig] = ()
-    reason: str | None = None
-
-    @property
-    def names(self) -> list[str]:
-        """The names of the sources in records."""
-        return [source.name for source in self.sources]
-
-    @property
-    def words(self) -> list[str]:
-        """A description of each source, with the memory taken by weights copied for it."""
-        lines = [source.words for source in self.sources]
-        first = len(lines) - len(self.skips)
-        for number, skip in enumerate(self.skips, first):
-            lines[number] = skip_label(skip, skip.resolve(self.model.num_layers))
-            if len(self.skips) > 1:
-                lines[number] = f"{self.sources[number].name}: {lines[number]}"
-            if nbytes := self.model.weights.nbytes(skip):
-                lines[number] += f" ({in_words(nbytes)} of memory)"
-        return lines
-
-
-def choose_drafts(
-    model: Sublayers, settings: Settings, *, rejection: bool = False, warn: bool = True
-) -> Drafts:
-    """Make the draft sources of a model, including copies of weights that they need.
-
-    Args:
-        rejection: texts depend on their drafts, so drafts must not depend on the free memory.
-        warn: whether to warn if the model could draft in 8 bits, had it been loaded differently.
-
-    Raises:
-        ValueError: a source does not fit the model.
-    """
-    if not settings.enabled:
-        return Drafts(model)
-    lookup = lookup_of(settings, rejection=rejection)
-    sources: list[Source] = [*([] if lookup is None else [lookup]), *settings.sources]
-    if settings.assistant is not None:
-        sources.append(_second_model(model, settings))
-    skips, reason = settings.skips, None
-    if settings.automatic:
-        head, _ = own_head(model, settings.draft_memory, by_memory=not rejection)
-        sources += [] if head is None else [head]
-        chosen = automatic_draft(model, settings.draft_memory, by_memory=not rejection)
-        skips, reason = () if chosen.skip is None else (chosen.skip,), chosen.reason
-        silent = not warn or sources != [lookup] or model.model in _warned
-        if chosen.loading and not silent:  # warn once per model
-            _warned.add(model.model)
-            warnings.warn(f"lookups are the only drafts: {reason}", stacklevel=2)
-    if skips and settings.draft_vocabulary is not None:
-        model = model.trimmed(settings.draft_vocabulary)
-    for number, skip in enumerate(skips, 1):
-        sources.append(source := source_of(model, without_origin(model, skip)))
-        if len(skips) > 1:
-            source.name = f"{source.name} {number}"  # type: ignore[misc]
-    return Drafts(model, sources, skips, reason)
-
-
-def without_origin(model: Sublayers, skip: SkipConfig) -> SkipConfig:
-    """Return a skip config that fits the model, without where it was searched.
-
-    Warns if that was another model; what is returned does not warn again.
-
-    Raises:
-        ValueError: it does not fit the model.
-    """
-    own_hash = model.weights.fingerprint() if skip.model_hash else None
-    name = getattr(model.model, "name_or_path", None) or None
-    foreign = skip.matches(name, own_hash) is False
-    origin = f"this skip config was searched on {skip.model or 'another model'}, not on {name}"
-    try:
-        skip.resolve(model.num_layers)
-    except ValueError as error:
-        raise ValueError(f"{error}; {origin}" if foreign else str(error)) from error
-    if foreign:
-        warnings.warn(f"{origin}: the output stays exact, but it may be slower", stacklevel=3)
-    return replace(skip, model=None, model_hash=None)
-
-
-def lookup_of(settings: Settings, *, rejection: bool = False) -> Lookup | None:
-    """Return the source of lookups: beside all other drafts, unless they are turned off.
-
-    Beside named drafts under the rejection rule, where texts depend on drafts, they must be asked
-    for, so that a skip config without a word about lookups keeps its texts.
-    """
-    asked = settings.lookup
-    if asked is None:
-        asked = settings.automatic or not rejection
-    return Lookup() if asked is True else asked or None
-
-
-def _second_model(target: Sublayers, settings: Settings) -> Source:
-    """Return the second model as a source, limited to the draft vocabulary."""
-    if isinstance(settings.assistant, str | os.PathLike):
-        read = load_assistant if eagle_config(settings.assistant) is None else load_eagle
-        loaded = read(settings.assistant, dtype=target.dtype)
-        settings.assistant = loaded.to(target.device)  # load once for all calls
-    if isinstance(settings.assistant, Eagle):
-        return second_model(target, settings.assistant, settings.draft_vocabulary)
-    opened = sublayers_of(settings.assistant, settings.execution)
-    if opened.encoder:
-        opened = opened.reading_of(target)
-    source = second_model(target, opened, settings.draft_vocabulary)
-    if isinstance(source, Assistant):
-        warn_of_vocabularies(target.model, opened.model)
-    return source
-
-
-def explain_drafts(model: Any, settings: Settings) -> str:
-    """List what drafts for a model, and why nothing better does; one item per line."""
-    opened = sublayers_of(model, settings.execution)
-    lines = [f"passes: {opened.describe()}"]
-    if words := storage_words(opened.model):
-        lines.append(words)
-    if each := opened.cache_bytes(1000):
-        lines.append(f"keys and values: {in_words(round(each))} per 1,000 tokens of text")
-    if not settings.enabled:
-        return "\n".join([*lines, "drafts: none, as enabled is False"])
-    rejection = settings.acceptance == "rejection"
-    drafts = choose_drafts(opened, settings, rejection=rejection, warn=False)
-    lines += [f"drafts: {words}" for words in drafts.words]
-    lines.append(f"controller: {controller_words(settings)}")
-    if settings.automatic:
-        _, reason = own_head(opened, settings.draft_memory, by_memory=not rejection)
-        lines += [] if reason is None else [f"no drafts by the checkpoint's own head: {reason}"]
-    if drafts.reason is not None:
-        lines.append(f"no drafts by the model in 8 bits: {drafts.reason}")
-    name = getattr(opened.model, "name_or_path", "")
-    hint = exits_hint(opened, name, drafts.skips, likely=drafts.reason is not None)
-    lines += [] if hint is None else [hint]
-    if not opened.exact:
-        lines.append(
-            "texts equal those of plain decoding up to near-ties: passes are not native, and "
-            "libraries sum in another order when a batch has other sizes"
-        )
-    return "\n".join(lines)
 
 
 def exits_hint(
@@ -221,18 +52,6 @@ def exits_hint(
     if not likely and "layerskip" not in PurePath(name).name.lower():
         return None
     return f"trained to exit early? layerskip check {name or 'MODEL'} --exits"
-
-
-def controller_words(settings: Settings) -> str:
-    """Describe the controller, and those settings that differ from its defaults."""
-    how = settings.controller
-    if not isinstance(how, str):
-        return type(how).__name__
-    names = ("max_draft_length", "threshold")
-    given = {name: getattr(settings, name) for name in names}
-    given |= ADAPTIVE | settings.adaptive if how == "adaptive-threshold" else {}
-    words = [f"{name} {value}" for name, value in given.items() if value is not None]
-    return ", ".join([how, *words])
 
 
 def skip_label(skip: SkipConfig, resolved: SkipConfig) -> str:
@@ -268,13 +87,9 @@ class AutomaticDraft(NamedTuple):
     loading: bool = False
 
 
-_decided: WeakKeyDictionary[nn.Module, dict[Any, Any]] = WeakKeyDictionary()
-_warned: WeakSet[nn.Module] = WeakSet()
-
-
 def _once(decide: Callable[..., Any], model: Sublayers, memory: int | None, by_memory: bool) -> Any:
     """Decide something once about a model and how its passes run, so that it never changes."""
-    decided = _decided.setdefault(model.model, {})
+    decided = kept_for(model.model)
     key = decide, model.execution, memory, by_memory
     if key not in decided:
         decided[key] = decide(model, memory, by_memory)

@@ -19,8 +19,7 @@ import transformers
 from torch import Tensor
 
 from layerskip.api import arguments
-from layerskip.api.decoders import law_of, make_decoder, prepare
-from layerskip.api.drafts import explain_drafts
+from layerskip.api.plan import open_plan
 from layerskip.api.settings import Settings, Skips
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.engine import Request
@@ -81,9 +80,11 @@ class LayerSkipDecoding(Settings):
             same vocabulary: `layerskip.check_vocabularies` compares tokenizers. It drafts from text
             alone if prompts have pictures. Or the official assistant of a Gemma 4, or an EAGLE-3
             head (`layerskip.model.eagle_head`); these two may be given as a folder or Hub id.
-        sources: further sources, including your own (see `layerskip.Source`).
-        controller: one of `config.registry.CONTROLLERS` ("expected-gain" by default), or an
-            object of the `Controller` protocol, which serves one call at a time.
+        sources: further sources, including your own (see `layerskip.Source`), or their names:
+            "logit-lookup", and those that installed packages add.
+        controller: one of `config.registry.CONTROLLERS` ("expected-gain" by default), the name of
+            one that an installed package adds, or an object of the `Controller` protocol, which
+            serves one call at a time.
         max_draft_length: maximum number of tokens drafted in a round.
         threshold: confidence threshold, for controllers that have one.
         adaptive: parameters of "adaptive-threshold" by name: alpha, the target acceptance rate
@@ -114,7 +115,7 @@ class LayerSkipDecoding(Settings):
 
     def explain(self, model: Any) -> str:
         """List the draft sources of a model, and why there are no better ones; one per line."""
-        return explain_drafts(model, self)
+        return open_plan(model, self).explain()
 
     def prepare(
         self, model: Any, *, rows: int = 1, context: int = 0, seconds: float = 2.0, **sampling: Any
@@ -130,7 +131,8 @@ class LayerSkipDecoding(Settings):
         Returns:
             The costs of the last source at that context; None if there is none or none are needed.
         """
-        return prepare(model, self, rows, context, seconds, **sampling)
+        plan = open_plan(model, self, sampling=sampling.get("do_sample", False))
+        return plan.prepare(rows, context, seconds, **sampling)
 
     @torch.no_grad()
     def __call__(
@@ -204,7 +206,8 @@ class LayerSkipDecoding(Settings):
             progress=self.progress,
             clock=self.clock,
         )
-        decoder, all_costs = make_decoder(model, self, request)
+        plan = open_plan(model, self, sampling=config.do_sample, encoded=encoded)
+        decoder, all_costs = plan.decoder(request)
         rounds = []
         for round_ in decoder.rounds():
             rounds.append(round_)
@@ -343,17 +346,18 @@ def decode(
     arguments.check_tokens(model, input_ids)
     decoding = LayerSkipDecoding(skip, **settings)
     rows = input_ids.shape[0]
-    law = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    law: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     for name, off in () if do_sample else (("temperature", 1.0), ("top_k", 0), ("top_p", 1.0)):
         if law[name] not in (None, off):
             warnings.warn(f"{name} has no effect without do_sample=True", stacklevel=2)
+    law = {"do_sample": do_sample, **arguments.sampling_of(model, **law)}
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     mask = arguments.checked_mask(input_ids, model.generation_config, {"attention_mask": mask})
     request = Request(
         input_ids=input_ids,
         attention_mask=mask,
         max_new_tokens=max_new_tokens,
-        law=law_of(model, rows, logits_processor, do_sample=do_sample, **law),
+        law=arguments.law_of(law, rows, logits_processor),
         keys=[stream_key(*seed) for seed in decoding.row_seeds(rows, do_sample)],
         rejection=decoding.acceptance == "rejection",
         eos=arguments.end_tokens(model, eos_token_id),
@@ -363,7 +367,7 @@ def decode(
         clock=decoding.clock,
     )
     with torch.no_grad():
-        decoder, _ = make_decoder(model, decoding, request)
+        decoder, _ = open_plan(model, decoding, sampling=do_sample).decoder(request)
         rounds = decoder.rounds()
     while True:
         with torch.no_grad():  # not around the yield, so that the caller keeps its grad mode

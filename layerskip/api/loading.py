@@ -38,10 +38,10 @@ from layerskip.config.shipped import (
     suggestion,
 )
 from layerskip.config.skips import SkipConfig
+from layerskip.decoding.sources import load_drafter
 from layerskip.families.known import ASSISTANTS, CONDITIONAL
 from layerskip.families.wrappers import UnsupportedModelError
-from layerskip.model.assistants import load_assistant
-from layerskip.model.eagle_head import Eagle, eagle_config, load_eagle
+from layerskip.model.eagle_head import Eagle, eagle_config
 from layerskip.model.opened_models import open_model, runs_natively
 from layerskip.model.whole import support
 from layerskip.native import extension
@@ -304,13 +304,10 @@ def load_official(name: str, like: Loaded) -> Loaded | None:
         kind = transformers.PretrainedConfig.get_config_dict(source)[0].get("model_type")
     except OSError as error:
         raise _unreadable(name, folder, error) from error
-    if eagle_config(source) is not None:
-        head = load_eagle(source, dtype=like.model.dtype).to(like.model.device)
-        return Loaded(name, head, like.tokenizer, folder)
-    if kind not in ASSISTANTS:
+    if eagle_config(source) is None and kind not in ASSISTANTS:
         return None
-    model = load_assistant(source, dtype=like.model.dtype).to(like.model.device)
-    if model.generation_config.num_assistant_tokens is None:
+    model = load_drafter(source, dtype=like.model.dtype, device=like.model.device)
+    if kind in ASSISTANTS and model.generation_config.num_assistant_tokens is None:
         model.generation_config.num_assistant_tokens = _LIBRARY_DRAFTS
     return Loaded(name, model, like.tokenizer, folder)
 

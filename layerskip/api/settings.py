@@ -33,7 +33,7 @@ class Settings:
         *,
         lookup: bool | Lookup | None = None,
         assistant: Any = None,
-        sources: Sequence[Source] = (),
+        sources: Sequence[Source | str] = (),
         controller: str | Controller | None = None,
         max_draft_length: int | None = None,
         threshold: float | None = None,
@@ -60,13 +60,17 @@ class Settings:
         if not isinstance(seeds, Iterable | None):
             raise TypeError(f"seeds must be a list of integers, one for each row, got {seeds!r}")
         self.seed, self.seeds = seed, None if seeds is None else tuple(seeds)
-        self.sources = tuple(sources) if isinstance(sources, Iterable) else (sources,)
-        if not all(isinstance(each, Source) for each in self.sources):
-            raise TypeError(f"sources must be a list of layerskip.Source objects, got {sources!r}")
+        several = not isinstance(sources, Source | str) and isinstance(sources, Iterable)
+        given: Any = sources if several else [sources]
+        self.sources: tuple[Source | str, ...] = tuple(given)
+        if not all(isinstance(each, Source | str) for each in self.sources):
+            raise TypeError(
+                f"sources must be a list of layerskip.Source objects or names, got {sources!r}"
+            )
         for each in (seed, *(self.seeds or ())):
             schema.optional(schema.integer())(each, "a seed")
         stored = (main and main.decoding) or DecodingOptions()
-        given = DecodingOptions(  # validates
+        options = DecodingOptions(  # validates
             controller=controller if isinstance(controller, str) else None,
             max_draft_length=max_draft_length,
             threshold=threshold,
@@ -80,23 +84,23 @@ class Settings:
         self.controller: str | Controller = stored.controller or DEFAULT_CONTROLLER
         if controller is not None:
             self.controller = controller if isinstance(controller, str) else completed(controller)
-        self.max_draft_length = given.max_draft_length or stored.max_draft_length
+        self.max_draft_length = options.max_draft_length or stored.max_draft_length
         self.threshold = stored.threshold if threshold is None else threshold
         self.adaptive = {**(stored.adaptive or {}), **(adaptive or {})}
-        self.acceptance = given.acceptance or stored.acceptance or "coupled"
+        self.acceptance = options.acceptance or stored.acceptance or "coupled"
         # Branches stored in a skip config apply only to the default controller.
         default = self.controller == DEFAULT_CONTROLLER and stored.branches
         self.branches = bool(default if branches is None else branches)
         wanted = stored.enabled if enabled is None else enabled
         self.enabled = wanted is not False
         self.automatic = not self.skips
-        self.lookup = stored.lookup if lookup is None else lookup  # see `drafts.lookup_of`
+        self.lookup = stored.lookup if lookup is None else lookup  # see `plan`
         self.assistant = assistant
         schema.optional(schema.number(0))(draft_memory, "draft_memory")
         if draft_memory is not None and not self.automatic:
             warnings.warn("draft_memory has no effect where drafts are named", stacklevel=2)
         self.draft_memory = draft_memory
-        self.draft_vocabulary = given.draft_vocabulary or stored.draft_vocabulary
+        self.draft_vocabulary = options.draft_vocabulary or stored.draft_vocabulary
         self.costs, self.execution, self.cached = costs, execution, cached
         self.progress, self.clock = progress, clock
 

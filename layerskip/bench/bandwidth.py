@@ -12,7 +12,6 @@ from functools import cache
 
 import torch
 
-from layerskip.api.drafts import choose_drafts
 from layerskip.bench.batches import PromptBatch
 from layerskip.bench.methods import Decoded, Engine, Method
 from layerskip.costs.speculation import keys_read
@@ -52,7 +51,7 @@ def bytes_read(
     keys = opened.key_bytes()
     if not keys or (decoded.rounds is None and method.kind not in STEPWISE):
         return None
-    sources = choose_drafts(opened, method.decoding).sources if isinstance(method, Engine) else []
+    sources = method.plan.sources if isinstance(method, Engine) else []
     steps = [(math.fsum(each.step_bytes()), each.key_bytes()) for each in sources]
     weights = cache(lambda tokens: opened.pass_bytes([tokens])[0])
     firsts = decoded.first_tokens

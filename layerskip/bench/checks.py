@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from layerskip.api.drafts import Drafts, choose_drafts
+from layerskip.api.plan import Plan
 from layerskip.bench.batches import PromptBatch, one_by_one
 from layerskip.bench.comparison import Comparison, Judge
 from layerskip.bench.lawtest import LawTest, law_tests
@@ -131,7 +131,7 @@ def check(
     note("coupled sampling, against plain decoding")
     coupled = compare(model, batches, _drafting(model, sampled, skip, drafts))
     note("the sampled tokens' distribution")
-    chosen = choose_drafts(opened, _drafting(model, sampled, skip, drafts).decoding)
+    plan = _drafting(model, sampled, skip, drafts).plan
     plain = Engine(model, sampled)
     with torch.no_grad():
         texts = [
@@ -139,10 +139,10 @@ def check(
             for batch in batches[:_LAW_PROMPTS]
         ]
         # A lookup has no distribution of its own; that of any draft will do.
-        source = next((each for each in chosen.sources if not each.step_free), ANY)
-        laws = law_tests(chosen.model, texts, source, temperature=TEMPERATURE, seed=seed)
+        source = next((each for each in plan.sources if not each.step_free), ANY)
+        laws = law_tests(plan.model, texts, source, temperature=TEMPERATURE, seed=seed)
         note("the cache")
-        cache_error = _cache_error(chosen, batches[0].input_ids, max_new_tokens)
+        cache_error = _cache_error(plan, batches[0].input_ids, max_new_tokens)
     after = state_of(model)
     return CheckReport(
         greedy=greedy["generate"],
@@ -180,7 +180,7 @@ def compare(model: Any, batches: Sequence[PromptBatch], drafting: Engine) -> dic
     return comparisons
 
 
-def _cache_error(drafts: Drafts, ids: Tensor, max_new_tokens: int) -> float:
+def _cache_error(plan: Plan, ids: Tensor, max_new_tokens: int) -> float:
     """Largest deviation of keys and values after greedy decoding from a fresh prefill."""
     request = Request(
         input_ids=ids,
@@ -188,12 +188,12 @@ def _cache_error(drafts: Drafts, ids: Tensor, max_new_tokens: int) -> float:
         max_new_tokens=max_new_tokens,
         law=Law(do_sample=False, rows=1),
     )
-    decoder = Decoder(drafts.model, drafts.sources, Fixed(3), request, max_draft_length=3)
+    decoder = Decoder(plan.model, plan.sources, Fixed(3), request, max_draft_length=3)
     for _ in decoder.rounds():
         pass
     length = decoder.passes.lengths[0]
     tokens = torch.cat([ids[0], ids.new_tensor(decoder.emitted[0])])[:length]  # (length,)
-    fresh = Passes(drafts.model, [], [tokens], max_new_tokens=1, max_draft_length=0)
+    fresh = Passes(plan.model, [], [tokens], max_new_tokens=1, max_draft_length=0)
     fresh.prefill()
     got = dict(decoder.passes.cache.parts(0, 0, length))
     return max(deviation(got[part], wanted) for part, wanted in fresh.cache.parts(0, 0, length))

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from layerskip.api.arguments import end_tokens
-from layerskip.api.drafts import lookup_of, skip_label
+from layerskip.api.drafts import skip_label
 from layerskip.api.generation import GenerationOutput, LayerSkipDecoding, generate
+from layerskip.api.plan import Plan, open_plan
 from layerskip.bench.batches import PromptBatch
 from layerskip.config.skips import SkipConfig
 from layerskip.costs.speculation import CostTable
@@ -92,7 +93,9 @@ class Engine:
 
     Attributes:
         draft, named: names of the draft and of the assistant.
-        settings: settings of `LayerSkipDecoding`; sources that they do not name are not used.
+        settings: settings of `LayerSkipDecoding`; sources that they do not name are not used,
+            unless draft_memory=None asks for the default drafts.
+        decoding: the settings, completed by those of the skip config.
         costs: by `costs_key`, the controller's costs; measured at the first call if there is no
             entry.
         prices: the header's `costs`, with the same keys: the measured costs.
@@ -114,6 +117,7 @@ class Engine:
         self.model, self.task, self.name = model, task, name
         self.draft, self.named = draft, named
         self.settings = {
+            "enabled": True,
             "skip": skip,
             "lookup": False,
             "draft_memory": 0 if skip is None else None,  # disables the model's default draft
@@ -121,37 +125,28 @@ class Engine:
             "execution": task.execution,
             **settings,
         }
-        self.skips = self.decoding.skips
+        self.decoding = LayerSkipDecoding(**self.settings)
+        plan = self.plan
+        self.settings |= plan.explicit  # calls choose nothing again
+        self.skips = plan.skips
         self.skip = self.skips[0] if self.skips else None
         self.costs: dict[str, CostTable] = {}
         self.prices: dict[str, dict[str, Any]] = {}
-        self.kind = "self" if self.source_names else "plain"
+        self.kind = "self" if plan.sources else "plain"
 
     @property
-    def decoding(self) -> LayerSkipDecoding:
-        """The settings, completed by those of the skip config."""
-        return LayerSkipDecoding(**self.settings)
-
-    @property
-    def source_names(self) -> list[str]:
-        """The names of its draft sources, in the order of their numbers in rounds."""
-        decoding = self.decoding
-        rejection = self.task.do_sample and decoding.acceptance == "rejection"
-        names = [] if lookup_of(decoding, rejection=rejection) is None else ["lookup"]
-        names += [each.name for each in decoding.sources]
-        names += [] if decoding.assistant is None else ["assistant"]
-        if len(self.skips) > 1:
-            return names + [f"sublayers {number}" for number, _ in enumerate(self.skips, 1)]
-        return [*names, "sublayers"] if self.skips else names
+    def plan(self) -> Plan:
+        """Its draft sources, in the order of their numbers in rounds."""
+        return open_plan(self.model, self.decoding, sampling=self.task.do_sample)
 
     def describe(self) -> dict[str, Any]:
         if self.kind == "plain":
             return {"name": self.name, "kind": self.kind}
-        decoding = self.decoding
-        num_layers = self.model.config.get_text_config().num_hidden_layers
+        decoding, names = self.decoding, self.plan.names
+        num_layers = self.plan.model.num_layers
         resolved = None if self.skip is None else self.skip.resolve(num_layers)
         vocabulary = self.skip and self.skip.draft_vocabulary
-        labels = [{"assistant": f"assistant {self.named}"}.get(n, n) for n in self.source_names]
+        labels = [{"assistant": f"assistant {self.named}"}.get(n, n) for n in names]
         for number, each in enumerate(self.skips, len(labels) - len(self.skips)):
             labels[number] = skip_label(each, each.resolve(num_layers))
         how = f"{decoding.controller}{' with branches' if decoding.branches else ''}"
@@ -160,7 +155,7 @@ class Engine:
             "kind": self.kind,
             "label": f"{' and '.join(labels)}, {how}",
             "draft": self.draft,
-            "sources": self.source_names,
+            "sources": names,
             "assistant": self.named,
             "skip": self.skip and self.skip.to_dict(),
             **({"skips": [each.to_dict() for each in self.skips]} if len(self.skips) > 1 else {}),
@@ -204,7 +199,6 @@ class Engine:
             {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask},
             **{
                 **self.settings,
-                "enabled": self.kind == "self",
                 "seeds": [self.task.seed + number for number in batch.numbers],
                 "costs": self.costs.get(costs_key(batch.rows, batch.context)),
                 "clock": clock,

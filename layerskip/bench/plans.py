@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from layerskip.api.arguments import law_of
+from layerskip.api.generation import LayerSkipDecoding
 from layerskip.api.loading import Loaded
 from layerskip.bench.batches import Encoded, PromptBatch
 from layerskip.bench.llama_cpp import LLAMAS, open_llama
@@ -25,15 +27,13 @@ from layerskip.config.registry import WITH_THRESHOLD
 from layerskip.config.skips import SkipConfig
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.engine import Request
-from layerskip.decoding.sources.base import Source
-from layerskip.decoding.sources.lookup import Lookup
 from layerskip.files.environment import environment, free_memory
 from layerskip.files.records import SCHEMA, RunFile, costs_key, redacted
 from layerskip.model.assistants import is_assistant, library_can_assist
 from layerskip.model.eagle_head import Eagle
 from layerskip.model.opened_models import open_model
 from layerskip.model.sublayers import Sublayers
-from layerskip.replay.exit_sweep import exit_sweep, law_of
+from layerskip.replay.exit_sweep import exit_sweep
 from layerskip.texts.prompts import Prompt
 from layerskip.timing.cost_tables import cost_tables
 from layerskip.weights.fingerprint import fingerprint
@@ -96,8 +96,25 @@ def make_header(
     }
 
 
+def store_halves(loaded: Loaded, kinds: set[str], execution: str) -> str | None:
+    """Read float32 weights in half the bytes, as `generate` does, if that changes no number.
+
+    Methods of transformers need them as they are, in a copy beside (`Suite.methods`).
+
+    Returns:
+        What to tell the user, if anything.
+    """
+    if loaded.model.dtype is not torch.float32:
+        return None
+    plain = sum(weight.nbytes for weight in loaded.model.parameters())
+    if any(kind.startswith("generate") for kind in kinds) and plain > (free_memory() or 0):
+        return "weights are read as they are loaded: no memory for the copy that generate() needs"
+    stored = loaded.store_halves(execution)
+    return "the float32 weights are exact in bfloat16: half the bytes are read" if stored else None
+
+
 @dataclass(frozen=True)
-class Plan:
+class Suite:
     """Turns a request into methods. Decisions of a run that is resumed are kept."""
 
     loaded: Loaded
@@ -115,68 +132,71 @@ class Plan:
         self,
         kinds: set[str],
         given: Sequence[tuple[str, SkipConfig]],
-        lookup: bool | Lookup | None,
-        default: SkipConfig | None,
+        beside: Mapping[str, Any],
+        own: Mapping[str, Any],
         assistant: Loaded | None,
         controllers: Sequence[str | None] = (None,),
         threshold: float | None = None,
         adaptive: Mapping[str, float] | None = None,
-        heads: Sequence[Source] = (),
         **pace: Any,
     ) -> list[Engine]:
         """The methods of this engine that draft: one for every source and controller.
 
         Args:
             given: skip configs of "self" with names; without any, sources that need no setup.
-            lookup: whether, and in which other texts, "self" looks drafts up; None: unless its skip
-                config says no.
-            default: the model's own draft if none is given, or None.
+            beside: settings of the other sources of "self": `sources`, and `lookup`, whether and in
+                which other texts it looks drafts up; None: unless its skip config says no.
+            own: settings of the model's own drafts if none is given.
             controllers: None stands for the skip config's own, or the default.
-            heads: the checkpoint's own head, which drafts in addition to `default`.
             pace: further settings of `LayerSkipDecoding`.
         """
-        looks_up = True if lookup is None else lookup
         drafts: list[tuple[str, str, dict[str, Any]]] = []  # method, label, sources
         if "self" in kinds:
             for label, skip in given:
-                drafts.append(("self", label, {"skip": skip, "lookup": lookup}))
-            entry = self._entries.get("self")
-            if entry is not None and not given:
-                default = None if entry["skip"] is None else SkipConfig.from_dict(entry["skip"])
-            if not given and (default is not None or looks_up or heads):
-                what = {"skip": default, "lookup": looks_up, "sources": heads}
-                drafts.append(("self", "default", what))
+                drafts.append(("self", label, {"skip": skip, **beside}))
+            if not given:
+                drafts.append(("self", "default", self._default(beside, own)))
         if "self-lookup" in kinds:
-            drafts.append(("self-lookup", "lookup", {"lookup": lookup or True}))
+            drafts.append(("self-lookup", "lookup", {"lookup": beside["lookup"] or True}))
         if "self-together" in kinds:
             skips = [skip for _, skip in given]
-            drafts.append(("self-together", "together", {"skip": skips, "lookup": lookup}))
+            drafts.append(("self-together", "together", {"skip": skips, **beside}))
         if "self-8bit" in kinds:
             drafts.append(("self-8bit", "8-bit", {"skip": SkipConfig.low_precision(8)}))
         if "self-assistant" in kinds and assistant is not None:
-            second = {"assistant": assistant.opened(self.task.execution), "named": assistant.name}
+            second = {"assistant": assistant.model, "named": assistant.name}
             drafts.append(("self-assistant", "assistant", second))
         engines: dict[str, Engine] = {}
+        rules = {"threshold": WITH_THRESHOLD, "adaptive": ("adaptive-threshold",)}
+        idle = {"threshold": threshold, "adaptive": adaptive or None}
         for (kind, label, what), controller in itertools.product(drafts, controllers):
-            model = self.loaded.model
-            engine = Engine(model, self.task, controller=controller, draft=label, **what, **pace)
-            chosen = str(engine.decoding.controller)
-            if chosen in WITH_THRESHOLD:
-                engine.settings["threshold"] = threshold
-            if chosen == "adaptive-threshold":
-                engine.settings["adaptive"] = adaptive
+            chosen = str(LayerSkipDecoding(what.get("skip"), controller=controller).controller)
+            how: dict[str, Any] = {"threshold": threshold, "adaptive": adaptive}
+            how = {name: value for name, value in how.items() if chosen in rules[name]}
+            idle = {name: value for name, value in idle.items() if name not in how}
             parts = [kind, *([label] if sum(kind == other for other, *_ in drafts) > 1 else [])]
             name = ":".join([*parts, chosen] if len(controllers) > 1 else parts)
             like = sum(other.partition("#")[0] == name for other in engines)
-            engine.name = f"{name}#{like + 1}" if like else name
-            engines[engine.name] = engine
-        without = all(each.settings.get("threshold") is None for each in engines.values())
-        if engines and threshold is not None and without:
-            rule = " or ".join(WITH_THRESHOLD)
-            warnings.warn(f"--threshold has no effect without {rule}", stacklevel=2)
-        if adaptive and not any(each.settings.get("adaptive") for each in engines.values()):
-            warnings.warn("--adaptive has no effect without adaptive-threshold", stacklevel=2)
+            name = f"{name}#{like + 1}" if like else name
+            how |= {"controller": controller, **pace}
+            engine = Engine(self.loaded.model, self.task, name, draft=label, **what, **how)
+            if engine.kind == "self":
+                engines[name] = engine
+        for flag in (each for each, value in idle.items() if engines and value is not None):
+            words = " or ".join(rules[flag])
+            warnings.warn(f"--{flag} has no effect without {words}", stacklevel=2)
         return list(engines.values())
+
+    def _default(self, beside: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+        """The settings of the default drafts, with the model's own of a run that is resumed."""
+        looks_up = True if beside["lookup"] is None else beside["lookup"]
+        what = {"draft_memory": None, **beside, **own, "lookup": looks_up}
+        entry = self._entries.get("self")
+        if entry is not None and entry["skip"] is not None:
+            what |= {"skip": SkipConfig.from_dict(entry["skip"]), "draft_memory": None}
+        elif entry is not None and "mtp" not in entry["sources"]:
+            what |= {"skip": None, "draft_memory": 0}
+        return what
 
     def swept(self, sweep: Mapping[str, Any]) -> list[Engine]:
         """The exits and draft lengths of a sweep with the highest predicted speed."""

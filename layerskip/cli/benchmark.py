@@ -14,7 +14,7 @@ import typer
 from layerskip.cli import flags, inputs, opening
 from layerskip.cli.flags import flag, load_skips, switch, warn_idle
 from layerskip.cli.terminal import Talk, aligned, ratio, same_texts, to_json
-from layerskip.config.registry import CONTROLLERS
+from layerskip.config.registry import names
 from layerskip.config.skips import SkipConfig
 from layerskip.files.locking import LOCK, alone
 from layerskip.files.records import RunWriter, key_of, read_unfinished
@@ -22,14 +22,13 @@ from layerskip.texts.tokens import decode_text
 
 if TYPE_CHECKING:
     from layerskip.bench.methods import Method
-    from layerskip.bench.plans import Plan
-    from layerskip.decoding.sources.base import Source
+    from layerskip.bench.plans import Suite
 
 DEFAULT_METHODS = ("plain", "self", "generate")
 ASSISTED = ("self-assistant", "generate-assistant")
 PEERS = ("generate-early-exit", "generate-prompt-lookup", "llama.cpp", "llama.cpp-flash")
 METHODS = (*DEFAULT_METHODS, "self-lookup", "self-8bit", "self-together", *ASSISTED, *PEERS)
-_METHODS, _CONTROLLERS = ", ".join(METHODS), f"<{'|'.join(CONTROLLERS)}>"
+_METHODS, _CONTROLLERS = ", ".join(METHODS), f"<{'|'.join(names('controller'))}>"
 LONGEST = 8  # longest draft of --explain, in tokens
 
 
@@ -82,11 +81,11 @@ def benchmark(
 
     Example: layerskip benchmark demo-llama --output run.jsonl
     """
-    for name, names, allowed in (
+    for name, chosen_names, allowed in (
         ("method", method, METHODS),
-        ("controller", controller, CONTROLLERS),
+        ("controller", controller, names("controller")),
     ):
-        if wrong := [each for each in names or () if each not in allowed]:
+        if wrong := [each for each in chosen_names or () if each not in allowed]:
             raise ValueError(f"--{name} must be one of {', '.join(allowed)}, got {wrong[0]!r}")
     kinds, how = _kinds(method, sources.assistant), pace.settings
     talk = Talk(quiet)
@@ -128,11 +127,12 @@ def benchmark(
     loaded = opening.open_model(loading, talk)
     second = opening.second_model(sources, loading, loaded, talk) if kinds & {*ASSISTED} else None
 
-    from layerskip.api.drafts import choose_drafts, without_origin
     from layerskip.bench.batches import encode_all, long_prompts, make_batches
-    from layerskip.bench.plans import Plan, make_header
+    from layerskip.bench.plans import Suite, make_header, store_halves
     from layerskip.bench.runner import try_out
 
+    if told := store_halves(loaded, kinds, loading.execution):
+        talk.say(told)
     threads = earlier.header["threads"] if earlier else None  # as when the run began
     with opening.open_passes(loaded, loading, talk, threads) as opened:
         grid = f"exits=1..{opened.num_layers - 1},lengths=1..{LONGEST}" if explain else sweep
@@ -159,35 +159,21 @@ def benchmark(
                 "--batch-size"
             )
         task = sampling.task(loaded.model, max_new_tokens, seed=seed, execution=loading.execution)
-        plan = Plan(loaded, task, short, batches, earlier, talk.say, talk.progress)
+        suite = Suite(loaded, task, short, batches, earlier, talk.say, talk.progress)
         if not given and (beside := loaded.skip_config()) is not None:
             given = [("layerskip", beside)]
         used = given if kinds & {"self", "self-together"} else []
-        given = [(name, sources.changed(without_origin(opened, each))) for name, each in used]
-        own: Sequence[SkipConfig] = ()
-        heads: Sequence[Source] = ()
-        if "self" in kinds:
-            skips = [each for _, each in given]
-            own, heads, reasons = opening.own_drafts(sources, opened, skips)
-            for reason in reasons:
-                talk.say(reason)
-        engines = plan.engines(
-            kinds,
-            given,
-            opening.looked_up(sources, text, loaded, talk),
-            next(iter(own), None),
-            second,
-            controller or [None],
-            heads=heads,
-            **how,
-        )
+        given = [(name, sources.changed(each)) for name, each in used]
+        others = opening.source_settings(sources, text, None, loaded, talk)
+        skips = [each for _, each in given]
+        own = opening.own_drafts(sources, opened, skips) if "self" in kinds else {}
+        engines = suite.engines(kinds, given, others, own, second, controller or [None], **how)
         for each in {(each.name.partition(":")[0], each.draft): each for each in engines}.values():
-            drafts = ", or ".join(choose_drafts(opened, each.decoding).words) or "none"
-            talk.say(f"{each.name.partition(':')[0]} drafts: {drafts}")
-        lines = [plan.sweep(*cells)] if cells else []
+            talk.say(f"{each.name.partition(':')[0]} drafts: {each.plan.summary}")
+        lines = [suite.sweep(*cells)] if cells else []
         if sweep:
-            engines += plan.swept(lines[0])
-        methods = plan.methods(kinds, engines, second)
+            engines += suite.swept(lines[0])
+        methods = suite.methods(kinds, engines, second)
         header = {
             **make_header(loaded, opened, task, chosen, tasks or prompts, asked),
             "repeats": repeats,
@@ -200,7 +186,7 @@ def benchmark(
             talk.progress("trying every method")
             try_out(methods, batches)
         lines = lines if earlier is None or not earlier.sweeps else []
-        summary = _record(plan, output, header, methods, lines, talk, save_text)
+        summary = _record(suite, output, header, methods, lines, talk, save_text)
     if as_json:
         print(to_json({"output": str(output), "model": loaded.name, "methods": summary}))
     if any(row["faults"] for row in summary if row["kind"] in ("plain", "self")):
@@ -221,7 +207,7 @@ def _grid(text: str, layers: int) -> tuple[range, range]:
 
 
 def _record(
-    plan: Plan,
+    suite: Suite,
     output: Path,
     header: dict[str, Any],
     methods: Sequence[Method],
@@ -237,22 +223,22 @@ def _record(
     from layerskip.bench.runner import benchmark as run_benchmark
     from layerskip.bench.runner import device_clock
 
-    device = plan.batches[0].input_ids.device
-    done = {key_of(each) for each in plan.earlier.records} if plan.earlier else set()
-    with RunWriter(output, header, plan.earlier) as writer:
+    device = suite.batches[0].input_ids.device
+    done = {key_of(each) for each in suite.earlier.records} if suite.earlier else set()
+    with RunWriter(output, header, suite.earlier) as writer:
         for line in lines:
             writer.write(line)
         try:
             run_benchmark(
-                plan.loaded.model,
-                plan.task,
+                suite.loaded.model,
+                suite.task,
                 methods,
-                plan.batches,
+                suite.batches,
                 repeats=header["repeats"],
                 warmup=header["warmup"],
                 write=writer.write,
                 done=done,
-                text=partial(decode_text, plan.loaded.tokenizer) if save_text else None,
+                text=partial(decode_text, suite.loaded.tokenizer) if save_text else None,
                 bandwidth=Sweeps(device, device_clock(device)),
                 note=partial(_note, talk, time.monotonic()),
             )

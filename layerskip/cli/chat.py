@@ -56,7 +56,7 @@ _SHOWN = {  # by source: the colour of its tokens, and a description
 
 def _shown(source: str) -> tuple[str, str]:
     """Colour and description of a source. Several sets of sublayers have numbered names."""
-    return _SHOWN[source.partition(" ")[0]]
+    return _SHOWN.get(source.partition(" ")[0], ("blue", f"drafted by {source}"))
 
 
 def chat(

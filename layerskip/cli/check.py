@@ -82,7 +82,7 @@ def check(
     ids = [each.id for each in chosen]
     print(_table(report, ids, loaded.tokenizer))
     if as_json:
-        told = {"model": loaded.name, "passes": passes, "drafts": opened.words, "seed": seed}
+        told = {"model": loaded.name, "passes": passes, "drafts": opened.plan.summary, "seed": seed}
         print(to_json(told | report.to_dict()))
     if not report.passed:
         raise typer.Exit(1)

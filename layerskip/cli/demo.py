@@ -95,7 +95,7 @@ def demo(
         **same,
         "tokens_per_second": speed,
         "speedup": speed["self"] / speed["plain"],
-        "draft": opened.words,
+        "draft": opened.plan.summary,
         "draft_cost": cost,
         **why,
     }
@@ -109,7 +109,7 @@ def demo(
     lines.append(("over generate", f"{speed['self'] / speed['generate']:.2f}x"))
     print(terminal.two_columns(lines))
     print(terminal.title("Why? (for the text above)"))
-    lines = [("drafts", opened.words)]
+    lines = [("drafts", opened.plan.summary)]
     if why["num_drafts"]:
         lines.append(("drafts by source", terminal.by_source(why)))
         lines.append(("acceptance rate", f"{why['acceptance_rate']:.2f} of drafted tokens"))

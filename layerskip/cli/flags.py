@@ -7,20 +7,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, get_type_hints
 
 import typer
 from typer.models import OptionInfo
 
-from layerskip.config.registry import ADAPTIVE, ControllerName
-from layerskip.config.skips import COLDEST, DecodingOptions, LowPrecision, SkipConfig
+from layerskip.config.options import DecodingOptions
+from layerskip.config.registry import names
+from layerskip.config.skips import COLDEST, LowPrecision, SkipConfig
 from layerskip.files.reading import errors_of, read_text
 
 if TYPE_CHECKING:
     from layerskip.api.loading import Loaded
     from layerskip.bench.methods import Task
     from layerskip.cli.terminal import Talk
+    from layerskip.config.registry import ControllerName
+else:  # with the names that installed packages add
+    ControllerName = Literal[names("controller")]
 
+_OPTIONS = {each.name: each for each in fields(DecodingOptions) if each.metadata["flag"]}
+PACE = [name for name in _OPTIONS if name not in ("controller", "lookup", "acceptance")]
+"""Options of decoding that all commands show that draft."""
 PANEL_OF_EXITS = "With --recipe exits"
 PANELS = {
     "Prompt": "prompt prompts tasks chat system image texts limit per_category",
@@ -29,8 +36,7 @@ PANELS = {
     PANEL_OF_EXITS: "",  # all of `ExitFlags`
     "Sampling": "temperature do_sample seed top_p top_k min_p repetition_penalty acceptance",
     "Drafts": "no_draft draft lookup lookup_file low_precision exit_layer skip entry assistant "
-    "start controller max_draft_length threshold adaptive branches window "
-    "draft_memory",
+    f"source start controller {' '.join(PACE)} window draft_memory",
     "Model": "threads device dtype execution trust_remote_code",
 }
 """Headings of a command's help, with the names of their flags; those of a first run come first."""
@@ -41,6 +47,12 @@ def flag(
 ) -> Any:
     """An option with its help text. Pass `names` only if the flag is not named as its parameter."""
     return typer.Option(default, *names, metavar=metavar, help=text, **limits)
+
+
+def of_option(name: str) -> Any:
+    """An option of decoding, as `DecodingOptions` describes it."""
+    given, limits = _OPTIONS[name].metadata["flag"]
+    return flag(*given, **limits)
 
 
 def switch(name: str, text: str) -> Any:
@@ -95,6 +107,15 @@ class Flags:
             value = getattr(self, each.name)
             if isinstance(value, OptionInfo):
                 object.__setattr__(self, each.name, value.default)
+
+
+def _with_options(group: type[Flags]) -> type[Flags]:
+    """Add a flag for every option of decoding that no other group has, with its type."""
+    hints = get_type_hints(DecodingOptions)
+    for name in PACE:
+        group.__annotations__.setdefault(name, hints[name])
+        setattr(group, name, of_option(name))
+    return group
 
 
 @dataclass(frozen=True)
@@ -164,13 +185,12 @@ class Sources(Flags):
         "TOKENS",
         min=0,
     )
-    lookup: bool | None = flag(
-        "Also draft the tokens that followed the same words earlier in the text.  [default: on, "
-        "unless the skip config says no]",
-        None,
-        "--lookup/--no-lookup",
-    )
+    lookup: bool | None = of_option("lookup")
     lookup_file: Path | None = flag("Also look up drafts in this UTF-8 text file.", "FILE")
+    source: list[str] | None = flag(
+        "Also draft with this source, one flag for each; installed packages may add some.",
+        f"<{'|'.join(names('source'))}>",
+    )
     assistant: str | None = flag(
         "Draft with a second model of the same vocabulary, a Gemma 4 assistant or an EAGLE-3 head: "
         "a folder or a Hub id.",
@@ -219,28 +239,11 @@ class Sources(Flags):
 
 
 @dataclass(frozen=True)
+@_with_options
 class Pace(Flags):
-    """Settings of `LayerSkipDecoding` that the command line passes on unchanged."""
+    """Options of decoding that the command line passes on unchanged."""
 
-    max_draft_length: int | None = flag("Draft at most N tokens per round.", "N", min=1)
-    threshold: float | None = flag(
-        "Stop drafting below this confidence. Only for controllers with a threshold.",
-        "P",
-        min=0,
-        max=1,
-    )
-    adaptive: str | None = flag(
-        "Some or all settings of adaptive-threshold: "
-        + ",".join(f"{name}={value}" for name, value in ADAPTIVE.items())
-        + ".",
-        "LIST",
-    )
-    branches: bool | None = flag(
-        "Also verify second-best draft tokens where that is expected to pay.  [default: from the "
-        "skip config]",
-        None,
-        "--branches/--no-branches",
-    )
+    adaptive: str | None = of_option("adaptive")
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -249,7 +252,7 @@ class Pace(Flags):
         Raises:
             ValueError: --adaptive is not a list of numbers by name, or a number is out of range.
         """
-        values = {each.name: getattr(self, each.name) for each in fields(Pace)}
+        values = {name: getattr(self, name) for name in PACE}
         if self.adaptive is not None:
             pairs = [each.partition("=")[::2] for each in self.adaptive.split(",")]
             try:
@@ -276,9 +279,7 @@ class DraftFlags(Sources, Skip):
 class Decoding(Pace, DraftFlags):
     """How to decode: what drafts, how many tokens, and whether to draft at all."""
 
-    controller: ControllerName | None = flag(
-        "How to set the draft length.  [default: expected-gain]"
-    )
+    controller: ControllerName | None = of_option("controller")
     no_draft: bool = switch("--no-draft", "Decode without drafting.")
 
     @property
@@ -309,9 +310,7 @@ class Sampling(Flags):
         "K",
         min=0,
     )
-    acceptance: Literal["coupled", "rejection"] | None = flag(
-        "Acceptance rule for drafts when sampling.  [default: coupled]"
-    )
+    acceptance: Literal["coupled", "rejection"] | None = of_option("acceptance")
 
     def checked(self, talk: Talk, seed: int | None = None) -> Self:
         """Return these flags with sampling on or off as --temperature says.

@@ -1,4 +1,4 @@
-"""Opens the model and the drafts that a command's flags ask for. Heavy imports are deferred.
+"""Opens the model and the plan that a command's flags ask for. Heavy imports are deferred.
 
 A skip config given by flag takes precedence over one stored with the checkpoint. Without either,
 drafts need no setup: they are looked up, and the model drafts in low precision where that is fast.
@@ -21,8 +21,7 @@ from layerskip.config.skips import SkipConfig
 
 if TYPE_CHECKING:
     from layerskip.api.loading import Loaded
-    from layerskip.decoding.sources.lookup import Lookup
-    from layerskip.decoding.sources.mtp import CheckpointHead
+    from layerskip.api.plan import Plan
     from layerskip.model.sublayers import Sublayers
 
 _MEASURING = 0.5  # seconds, if no earlier command has stored the costs
@@ -87,22 +86,29 @@ def open_passes(
 
 @dataclass(frozen=True)
 class Opened:
-    """An opened model and its draft sources.
+    """An opened model and its plan.
 
     Attributes:
-        model: the opened model.
-        settings: settings of `LayerSkipDecoding`, with the choices made here filled in.
-        names: the names of the sources in rounds.
-        words: the sources, described in words.
+        settings: settings of `LayerSkipDecoding`, with the choices of the plan filled in.
         law: further arguments of `layerskip.generate`: sampling.
+        formed: whether logits processors give texts a form, whose only allowed tokens are drafts.
     """
 
     loaded: Loaded
-    model: Sublayers
+    plan: Plan
     settings: dict[str, Any]
-    names: list[str]
-    words: str
     law: dict[str, Any] = field(default_factory=dict)
+    formed: bool = False
+
+    @property
+    def model(self) -> Sublayers:
+        return self.plan.model
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the sources in rounds."""
+        names = self.plan.names
+        return ["forced", *names] if names and self.formed else names
 
     @property
     def sources(self) -> dict[str, Any]:
@@ -110,36 +116,29 @@ class Opened:
         return {name: self.settings[name] for name in ("lookup", "sources", "assistant")}
 
 
-def own_drafts(
-    sources: Sources, model: Sublayers, given: Sequence[SkipConfig]
-) -> tuple[list[SkipConfig], list[CheckpointHead], list[str]]:
-    """Choose the drafts by the model itself: the given skip configs, or what needs no setup.
+def own_drafts(sources: Sources, model: Sublayers, given: Sequence[SkipConfig]) -> dict[str, Any]:
+    """Return the settings of the drafts by the model itself.
 
-    Returns:
-        The skip configs, the checkpoint's own head, and why there are no better drafts, in words.
+    They are the given skip configs, or what needs no setup, each as the flags change it.
     """
-    from layerskip.api.drafts import automatic_draft, in_words, own_head, without_origin
-
+    limit, asked = sources.memory, sources.low_precision
     if given:
         warn_idle({"draft_memory": sources.draft_memory}, "with a skip config")
-        return [sources.changed(without_origin(model, each)) for each in given], [], []
-    default, reasons, limit = SkipConfig(), [], sources.memory
-    if sources.low_precision is None:
-        automatic = automatic_draft(model, limit)
-        default = automatic.skip or default
-        if automatic.reason is not None:
-            reasons.append(f"the model does not draft in 8 bits: {automatic.reason}")
-    head, why = own_head(model, limit)
-    if why is not None:
-        reasons.append(f"the checkpoint's own head does not draft: {why}")
-    skip = sources.changed(default)
-    asked = sources.low_precision not in (None, "none")
-    if asked and limit is not None and (nbytes := model.weights.nbytes(skip)) > limit:
+        return {"skip": [sources.changed(each) for each in given]}
+    if asked is None and sources.window is None:
+        return {"draft_memory": limit}
+    from layerskip.api.drafts import automatic_draft, in_words, own_head
+
+    default = automatic_draft(model, limit).skip if asked is None else None
+    skip, (head, _) = sources.changed(default or SkipConfig()), own_head(model, limit)
+    nbytes = 0 if asked in (None, "none") else model.weights.nbytes(skip)
+    if limit is not None and nbytes > limit:
         raise ValueError(
-            f"--low-precision {sources.low_precision} needs {in_words(nbytes)} of memory, "
+            f"--low-precision {asked} needs {in_words(nbytes)} of memory, "
             f"but --draft-memory allows {in_words(limit)}"
         )
-    return [skip] if skip != SkipConfig() else [], [head] if head else [], reasons
+    own: dict[str, Any] = {"skip": [skip]} if skip != SkipConfig() else {"draft_memory": 0}
+    return own | {"sources": [*(sources.source or ()), *([] if head is None else [head])]}
 
 
 def second_model(sources: Sources, loading: Loading, loaded: Loaded, talk: Talk) -> Loaded | None:
@@ -162,16 +161,22 @@ def second_model(sources: Sources, loading: Loading, loaded: Loaded, talk: Talk)
     return second
 
 
-def looked_up(
-    sources: Sources, text: str | None, loaded: Loaded, talk: Talk
-) -> bool | Lookup | None:
-    """Return whether, or in which text, to look up drafts. None: the flags do not say."""
-    if text is None:
-        return sources.lookup
-    from layerskip.decoding.sources.lookup import Lookup
+def source_settings(
+    sources: Sources, text: str | None, second: Loaded | None, loaded: Loaded, talk: Talk
+) -> dict[str, Any]:
+    """Return the settings of drafts that are looked up, or by a second model.
 
-    talk.progress(f"indexing {sources.lookup_file}")
-    return Lookup([loaded.tokenizer(text, add_special_tokens=False)["input_ids"]])
+    Args:
+        text: the other text in which to look up, if any.
+    """
+    lookup: Any = sources.lookup
+    if text is not None:
+        from layerskip.decoding.sources.lookup import Lookup
+
+        talk.progress(f"indexing {sources.lookup_file}")
+        lookup = Lookup([loaded.tokenizer(text, add_special_tokens=False)["input_ids"]])
+    beside = {"lookup": lookup, "sources": sources.source or ()}
+    return beside if second is None else {**beside, "assistant": second.model}
 
 
 @contextmanager
@@ -183,45 +188,45 @@ def open_drafts(
     *,
     plain: bool = False,
     reads: bool = False,
+    sampling: bool = False,
+    **how: Any,
 ) -> Iterator[Opened]:
-    """Open a model and its drafts, including any copies of weights.
+    """Open a model and the plan of its drafts, including any copies of weights.
 
     Args:
         check: called with the model before anything is measured, to refuse early.
         plain: open no drafts.
         reads: the model may be an encoder-decoder.
+        sampling: whether tokens are drawn.
+        how: further settings of `LayerSkipDecoding`.
     """
     given, text = flags.given(), flags.text()
     loaded = open_model(loading, talk, reads=reads)
     second = None if plain else second_model(flags, loading, loaded, talk)
     check(loaded)
     with open_passes(loaded, loading, talk) as model:
-        settings: dict[str, Any] = {"enabled": False, "execution": loading.execution}
-        if plain:
-            yield Opened(loaded, model, settings, [], "none")
-            return
-        from layerskip.api.drafts import choose_drafts
         from layerskip.api.generation import LayerSkipDecoding
+        from layerskip.api.plan import open_plan
 
-        beside = loaded.skip_config()
-        given = given or ([] if beside is None else [beside])
-        off = any(each.decoding and each.decoding.enabled is False for each in given)
-        if off and second is not None:
-            given, off = [], False
-        own, heads, reasons = own_drafts(flags, model, given)
-        lookup = looked_up(flags, text, loaded, talk)
-        settings |= {
-            "skip": own or None,
-            "lookup": True if lookup is None and not given else lookup,  # `own` is not named
-            "assistant": None if second is None else second.opened(loading.execution),
-            "sources": tuple(heads),
-            "draft_memory": None if own else 0,
-        }
-        talk.progress("preparing drafts")
-        drafts = choose_drafts(model, LayerSkipDecoding(**settings | {"enabled": True}))
-        words = "; ".join([", or ".join(drafts.words) or "none", *reasons])
-        settings["enabled"] = bool(drafts.sources) and not off
-        yield Opened(loaded, model, settings, drafts.names, words)
+        settings: dict[str, Any] = how | {"execution": loading.execution}
+        if plain:
+            settings["enabled"] = False
+        else:
+            beside = loaded.skip_config()
+            given = given or ([] if beside is None else [beside])
+            off = any(each.decoding and each.decoding.enabled is False for each in given)
+            if off and second is not None:
+                given, off = [], False
+            settings |= source_settings(flags, text, second, loaded, talk)
+            settings |= own_drafts(flags, model, given)
+            if settings["lookup"] is None and not given:
+                settings["lookup"] = True  # a draft that flags make is not a named one
+            settings = ({"enabled": False} if off else {}) | settings
+            talk.progress("preparing drafts")
+        plan = open_plan(model, LayerSkipDecoding(**settings), sampling=sampling)
+        settings |= plan.explicit
+        settings["enabled"] = bool(plan.sources)
+        yield Opened(loaded, plan, settings)
 
 
 @contextmanager
@@ -231,10 +236,10 @@ def open_checked_drafts(flags: DraftFlags, loading: Loading, talk: Talk) -> Iter
     Raises:
         ValueError: there is no source of drafts.
     """
-    with open_drafts(flags, loading, talk) as opened:
+    with open_drafts(flags, loading, talk, enabled=True) as opened:
         if not opened.names:
-            raise ValueError(f"nothing can draft here: {opened.words}; give a skip config")
-        talk.say(f"drafts: {opened.words}")
+            raise ValueError(f"nothing can draft here: {opened.plan.summary}; give a skip config")
+        talk.say(f"drafts: {opened.plan.summary}")
         yield opened
 
 
@@ -264,22 +269,17 @@ def open_decoding(
 
     law = {name: value for name, value in sampling.settings.items() if value is not None}
     law["do_sample"] = sampling.do_sample
-    idle = flags.settings | {"acceptance": sampling.acceptance}
+    how = flags.settings | {"acceptance": sampling.acceptance}
     if flags.no_draft:
-        warn_idle(flags.idle | idle, "with --no-draft")
-    with open_drafts(flags, loading, talk, checked, plain=flags.no_draft, reads=reads) as opened:
-        settings = opened.settings | flags.settings | {"acceptance": sampling.acceptance}
-        names = opened.names if settings["enabled"] else []
+        warn_idle(flags.idle | how, "with --no-draft")
+    how |= {"plain": flags.no_draft, "reads": reads, "sampling": sampling.do_sample}
+    with open_drafts(flags, loading, talk, checked, **how) as opened:
         if not flags.no_draft:
-            off = opened.names and not settings["enabled"]
-            talk.say(f"drafts: {'none, as the skip config says' if off else opened.words}")
-            if not names:
-                warn_idle(idle, "without drafts")
-        if settings["enabled"] and not opened.model.encoder:
-            from layerskip.api.generation import LayerSkipDecoding
-
+            plan, off = opened.plan, "none, as the skip config says"
+            talk.say(f"drafts: {plan.summary if plan.settings.enabled else off}")
+            if not opened.names:
+                warn_idle(flags.settings | {"acceptance": sampling.acceptance}, "without drafts")
+        if opened.names and not opened.model.encoder:
             talk.progress("measuring the costs of drafting")
-            LayerSkipDecoding(**settings).prepare(opened.loaded.model, seconds=_MEASURING, **law)
-        if processors and names:
-            names = ["forced", *names]
-        yield replace(opened, settings=settings, names=names, law=law)
+            opened.plan.prepare(1, 0, _MEASURING, **law)
+        yield replace(opened, law=law, formed=bool(processors))

@@ -1,12 +1,14 @@
-"""Names that users choose from, and the place of each name's class.
+"""Names that users choose from, and the place of each name's class, by role.
 
 A module is imported when its name is requested. So the core can offer what `layerskip.research`
-contains without importing it.
+contains without importing it. Installed packages add controllers and sources of drafts as entry
+points in `GROUPS`.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Literal, get_args
 
 ControllerName = Literal["fixed", "confidence", "adaptive-threshold", "expected-gain"]
@@ -33,7 +35,7 @@ ALONE = ("heads", "streams")
 """Modules that draft without any of the model's sublayers."""
 StudentName = Literal["exit-block", "heads", "streams", "assistant", "eagle3"]
 
-Role = Literal["controller", "loss", "student", "module", "state"]
+Role = Literal["controller", "source", "loss", "student", "module", "state"]
 PLACES: dict[Role, dict[str, str]] = {
     "controller": {
         "fixed": "decoding.controllers:Fixed",
@@ -42,6 +44,7 @@ PLACES: dict[Role, dict[str, str]] = {
         "expected-gain": "decoding.expected_gain:ExpectedGain",
         "expected-gain-trees": "research.trees:TreeGain",
     },
+    "source": {"logit-lookup": "research.logit_lookup:LogitLookup"},
     "loss": {
         "lk": "training.losses:lk",
         "kl": "research.block_students:kl",
@@ -68,7 +71,38 @@ PLACES: dict[Role, dict[str, str]] = {
 }
 
 
+GROUPS: dict[Role, str] = {"controller": "layerskip.controllers", "source": "layerskip.sources"}
+"""Groups of entry points, whose names join those of this package."""
+
+
+def installed(role: Role) -> dict[str, EntryPoint]:
+    """What installed packages add to a role, by name. None of it is imported."""
+    points = entry_points(group=GROUPS[role]) if role in GROUPS else ()
+    return {point.name: point for point in points if point.name not in PLACES[role]}
+
+
+def names(role: Role) -> tuple[str, ...]:
+    """The names of a role that users choose from."""
+    own = CONTROLLERS if role == "controller" else PLACES[role]
+    return (*own, *installed(role))
+
+
 def named(role: Role, name: str) -> Any:
-    """Import and return the object that a name stands for."""
-    module, _, attribute = PLACES[role][name].partition(":")
-    return getattr(import_module(f"layerskip.{module}"), attribute)
+    """Import and return the object that a name stands for.
+
+    Raises:
+        ValueError: there is no such name, or what another package installed cannot be imported.
+    """
+    if name in PLACES[role]:
+        module, _, attribute = PLACES[role][name].partition(":")
+        return getattr(import_module(f"layerskip.{module}"), attribute)
+    point = installed(role).get(name)
+    if point is None:
+        raise ValueError(f"{role} must be one of {', '.join(names(role))}, got {name!r}")
+    try:
+        return point.load()
+    except Exception as error:  # it is another package's code
+        raise ValueError(
+            f"the {role} {name} ({point.value}) of an installed package cannot be imported: "
+            f"{type(error).__name__}: {error}"
+        ) from error

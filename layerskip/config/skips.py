@@ -14,18 +14,28 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from collections.abc import Callable, Iterable
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from reprlib import repr as shown
 from typing import Any, Literal
 
 from layerskip.config.low_precision import LowPrecision, Trained
-from layerskip.config.registry import ADAPTIVE
+from layerskip.config.options import DecodingOptions
 from layerskip.files import schema
 from layerskip.files.reading import errors_of, read_file
-from layerskip.files.schema import flag, has, integer, mapping, name_text, number, optional, version
+from layerskip.files.schema import (
+    check_fields,
+    checked,
+    has,
+    index_set,
+    instance,
+    integer,
+    mapping,
+    name_text,
+    version,
+)
 from layerskip.files.writing import write_text
 
 __all__ = ["SCHEMA", "DecodingOptions", "LowPrecision", "SkipConfig", "Trained", "check_costs"]
@@ -42,50 +52,8 @@ SINK = 4
 (StreamingLLM, arXiv 2309.17453)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodingOptions:
-    """How to decode with a skip config. None leaves a choice to the caller or the defaults.
-
-    Raises:
-        TypeError, ValueError: a value has the wrong type or is out of range.
-    """
-
-    controller: str | None = None
-    max_draft_length: int | None = None
-    """Maximum number of tokens drafted in a round, at least 1."""
-    threshold: float | None = None
-    """Confidence in 0..1 below which a controller with a threshold stops drafting."""
-    adaptive: Mapping[str, float] | None = None
-    """Some or all parameters of `adaptive-threshold` (`registry.ADAPTIVE`), each in 0..1."""
-    enabled: bool | None = None
-    """False: decode plainly."""
-    acceptance: Literal["coupled", "rejection"] | None = None
-    draft_vocabulary: tuple[int, ...] | None = field(default=None, repr=False)
-    """The only tokens that drafts may use; a search lists the most frequent first. Drafts read no
-    other rows of the head. The text does not depend on this set."""
-    lookup: bool | None = None
-    """Whether drafts are also looked up in the row's own history; None: see `drafts.lookup_of`."""
-    branches: bool | None = None
-    """Whether second-best tokens are also verified where they are expected to pay."""
-
-    def __post_init__(self) -> None:
-        optional(name_text)(self.controller, "controller")
-        length = optional(integer(1))(self.max_draft_length, "max_draft_length")
-        object.__setattr__(self, "max_draft_length", length)
-        optional(number(0, 1))(self.threshold, "threshold")
-        for name, value in (optional(mapping)(self.adaptive, "adaptive") or {}).items():
-            if name not in ADAPTIVE:
-                raise ValueError(f"adaptive may have {', '.join(ADAPTIVE)}; got {shown(name)}")
-            number(0, 1)(value, f"adaptive {name}")
-        for name in ("enabled", "lookup", "branches"):
-            optional(flag)(getattr(self, name), name)
-        if self.acceptance not in (None, "coupled", "rejection"):
-            raise ValueError(
-                f"acceptance must be 'coupled' or 'rejection', got {self.acceptance!r}"
-            )
-        if self.draft_vocabulary is not None:
-            tokens = schema.token_list(self.draft_vocabulary, "draft_vocabulary")
-            object.__setattr__(self, "draft_vocabulary", tokens)
+check_costs = has(**schema.COSTS)
+"""Checks a cost table from any kind of file: c, and v from one token on."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -104,48 +72,34 @@ class SkipConfig:
         ValueError: an index is negative or repeated, or a value is out of range.
     """
 
-    attention: tuple[int, ...] = ()
-    mlp: tuple[int, ...] = ()
-    exit_layer: int | None = None
+    attention: tuple[int, ...] = checked(index_set, ())
+    mlp: tuple[int, ...] = checked(index_set, ())
+    exit_layer: int | None = checked(integer(1))
     """E: the draft runs at most layers 0..E-1."""
-    low: LowPrecision | None = None
+    low: LowPrecision | None = checked(instance(LowPrecision))
     """The kept sublayers, and whether the head, that run in low precision; None: none."""
-    trained: Trained | None = None
+    trained: Trained | None = checked(instance(Trained))
     """A module trained for this draft; None: there is none."""
-    experts: int | None = None
+    experts: int | None = checked(integer())
     """Number of experts per token that the draft runs in a mixture of experts; 0: only the dense
     MLP that runs in parallel (Gemma 4); None: as many as the model."""
-    window: int | None = None
+    window: int | None = checked(integer(1))
     """Number of most recent slots that the draft's attention sees, including its own token's.
     Layers with full attention also see the first SINK slots; layers whose own sliding window is not
     larger are unchanged. None: as much as the model sees."""
-    num_layers: int | None = field(default=None, compare=False)
+    num_layers: int | None = checked(integer(1), compare=False)
     """L of the model this was made for, if known; `resolve` rejects any other number."""
-    model: str | None = field(default=None, compare=False)
+    model: str | None = checked(name_text, compare=False)
     """Hub id or name of the model this was searched on."""
-    model_hash: str | None = field(default=None, compare=False)
-    decoding: DecodingOptions | None = field(default=None, compare=False)
-    costs: dict[str, Any] | None = field(default=None, compare=False)
+    model_hash: str | None = checked(name_text, compare=False)
+    decoding: DecodingOptions | None = checked(instance(DecodingOptions), compare=False)
+    costs: dict[str, Any] | None = checked(check_costs, compare=False)
     """A cost table, in target steps: `draft` is c, `verify[n - 1]` is v for n tokens."""
-    notes: dict[str, Any] | None = field(default=None, compare=False)
+    notes: dict[str, Any] | None = checked(mapping, compare=False)
     """The measurements of a search; any JSON."""
 
     def __post_init__(self) -> None:
-        for name in ("attention", "mlp"):
-            object.__setattr__(self, name, schema.index_set(getattr(self, name), name))
-        smallest = {"exit_layer": 1, "num_layers": 1, "experts": 0, "window": 1}
-        for name, least in smallest.items():
-            object.__setattr__(self, name, optional(integer(least))(getattr(self, name), name))
-        if not isinstance(self.low, LowPrecision | None):
-            raise TypeError(f"low must be LowPrecision, got {self.low!r}")
-        if not isinstance(self.trained, Trained | None):
-            raise TypeError(f"trained must be Trained, got {self.trained!r}")
-        optional(name_text)(self.model, "model")
-        optional(name_text)(self.model_hash, "model_hash")
-        if not isinstance(self.decoding, DecodingOptions | None):
-            raise TypeError(f"decoding must be DecodingOptions, got {self.decoding!r}")
-        optional(check_costs)(self.costs, "costs")
-        optional(mapping)(self.notes, "notes")
+        check_fields(self)
 
     @classmethod
     def early_exit(cls, exit_layer: int) -> SkipConfig:
@@ -368,10 +322,6 @@ class SkipConfig:
         if num_layers is None:
             raise ValueError("num_layers is unknown: pass it, or resolve the skip config first")
         return num_layers
-
-
-check_costs = has(**schema.COSTS)
-"""Checks a cost table from any kind of file: c, and v from one token on."""
 
 
 def _entry(content: Any, name: str | None) -> Any:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from inspect import signature
 from typing import Any
 
-from layerskip.config.registry import ADAPTIVE, CONTROLLERS, WITH_THRESHOLD, named
+from layerskip.config.registry import ADAPTIVE, CONTROLLERS, installed, named, names
 from layerskip.costs.speculation import Costs
 from layerskip.decoding.controller import Controller
 from layerskip.decoding.expected_gain import AHEAD
@@ -108,30 +109,32 @@ def make_controller(
     branches: bool = False,
     now: Callable[[], float] | None = None,
 ) -> Controller:
-    """Make the controller of that name, one of `CONTROLLERS`; None stands for its own default.
+    """Make the controller of that name; None stands for its own default.
 
     `threshold` is the confidence below which `confidence` stops, and the start value of
     `adaptive-threshold` (whose default depends on `sampling`); `adaptive` holds further settings of
-    the latter. For other settings see the classes and `DecodingOptions`. Only `expected-gain` uses
-    `costs` and `priors` (one per source), `ahead`, `branches` and `now`. Raises ValueError for an
-    unknown name; warns about a setting without effect.
+    the latter. For other settings see the classes and `DecodingOptions`. A controller is given
+    those that its signature names; `costs` and `priors` are one per source. Raises ValueError for
+    an unknown name; warns about a setting without effect.
     """
-    if name not in CONTROLLERS:
-        raise ValueError(f"controller must be one of {', '.join(CONTROLLERS)}, got {name!r}")
-    if threshold is not None and name not in WITH_THRESHOLD:
-        warnings.warn(f"threshold has no effect on the controller {name!r}", stacklevel=2)
-    if adaptive and name != "adaptive-threshold":
-        warnings.warn(f"adaptive has no effect on the controller {name!r}", stacklevel=2)
-    if branches and name != "expected-gain":
-        warnings.warn(f"branches has no effect on the controller {name!r}", stacklevel=2)
-    how: dict[str, Any] = {} if max_draft_length is None else {"max_draft_length": max_draft_length}
-    if name == "adaptive-threshold":
-        how |= adaptive or {}
-        threshold = (0.5 if sampling else 0.8) if threshold is None else threshold
-    if name in WITH_THRESHOLD and threshold is not None:
-        how["threshold"] = threshold
-    if name == "expected-gain":
-        name = "expected-gain-trees" if branches else name
-        how |= {"costs": costs, "priors": priors, "ahead": ahead, "now": now}
-    made: Controller = named("controller", name)(**how)
+    if name not in CONTROLLERS and name not in installed("controller"):
+        known = ", ".join(names("controller"))
+        raise ValueError(f"controller must be one of {known}, got {name!r}")
+    trees = branches and name == "expected-gain"
+    kind = named("controller", "expected-gain-trees" if trees else name)
+    takes = signature(kind).parameters
+    values: dict[str, Any] = dict(adaptive or {})
+    idle = {
+        "threshold": threshold is not None and "threshold" not in takes,
+        "adaptive": not values.keys() <= takes.keys(),
+        "branches": branches and not trees,
+    }
+    for setting in (each for each, without_effect in idle.items() if without_effect):
+        warnings.warn(f"{setting} has no effect on the controller {name!r}", stacklevel=2)
+    if name == "adaptive-threshold" and threshold is None:
+        threshold = 0.5 if sampling else 0.8
+    values |= {"max_draft_length": max_draft_length, "threshold": threshold}
+    values |= {"costs": costs, "priors": priors, "ahead": ahead, "now": now}
+    how = {each: x for each, x in values.items() if each in takes and x is not None}
+    made: Controller = kind(**how)
     return made

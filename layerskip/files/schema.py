@@ -10,7 +10,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from operator import index
 from reprlib import repr as shown
@@ -127,6 +127,33 @@ def mapping(value: Any, name: str) -> dict[str, Any]:
     return value
 
 
+def instance(kind: type) -> Check:
+    def check(value: Any, name: str) -> Any:
+        if not isinstance(value, kind):
+            raise TypeError(f"{name} must be {kind.__name__}, got {value!r}")
+        return value
+
+    return check
+
+
+def checked(check: Check, default: Any = None, *, flag: Any = None, **how: Any) -> Any:
+    """A field of a frozen dataclass whose `__post_init__` calls `check_fields`.
+
+    Args:
+        flag: how a command shows it.
+        how: further arguments of `dataclasses.field`.
+    """
+    return field(default=default, metadata={"check": check, "flag": flag}, **how)
+
+
+def check_fields(value: Any) -> None:
+    """Check the fields of a dataclass that are not None, and keep what their checks return."""
+    for each in fields(value):
+        given, check = getattr(value, each.name), each.metadata.get("check")
+        if given is not None and check is not None:
+            object.__setattr__(value, each.name, check(given, each.name))
+
+
 def optional(check: Check) -> Check:
     return lambda value, name: None if value is None else check(value, name)
 
@@ -139,6 +166,15 @@ class Maybe:
 
     def __call__(self, value: Any, name: str) -> Any:
         return None if value is None else self.check(value, name)
+
+
+def one_of(*allowed: str) -> Check:
+    def check(value: Any, name: str) -> Any:
+        if value not in allowed:
+            raise ValueError(f"{name} must be {' or '.join(map(repr, allowed))}, got {value!r}")
+        return value
+
+    return check
 
 
 def word(expected: str) -> Check:

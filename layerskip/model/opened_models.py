@@ -26,6 +26,7 @@ from layerskip.native import extension
 from layerskip.weights.rounded import copies_of
 
 _opened: WeakKeyDictionary[nn.Module, dict[str, tuple[list[Any], Sublayers]]] = WeakKeyDictionary()
+_kept: WeakKeyDictionary[nn.Module, dict[Any, Any]] = WeakKeyDictionary()
 _lock = threading.Lock()
 
 
@@ -84,6 +85,12 @@ def opened_of(model: Any) -> Sublayers:
     return opened
 
 
+def kept_for(model: nn.Module) -> dict[Any, Any]:
+    """What callers keep for a model until it is released; it must not keep the model alive."""
+    with _lock:
+        return _kept.setdefault(model, {})
+
+
 def release(model: Any) -> int:
     """Free the copies of a model's weights, and everything else that is kept for it.
 
@@ -95,6 +102,7 @@ def release(model: Any) -> int:
     model = unwrapped(model.model if isinstance(model, Sublayers) else model)
     with _lock:
         _opened.pop(model, None)
+        _kept.pop(model, None)
     copies = copies_of(model)
     nbytes = copies.nbytes
     copies.forget_all()

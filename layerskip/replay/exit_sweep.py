@@ -12,22 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerskip.api.arguments import end_tokens, warpers
+from layerskip.api.arguments import end_tokens, law_of
 from layerskip.config.skips import SkipConfig
 from layerskip.decoding.controllers import Fixed
-from layerskip.decoding.laws import Law
 from layerskip.model.opened_models import opened_of
 from layerskip.replay.replayed_drafts import Replay, replay
 from layerskip.replay.simulation import simulate
 from layerskip.replay.trace import Trace, chunks, take_trace
-
-
-def law_of(settings: Mapping[str, Any]) -> Law:
-    """The law of a record's `law` block for one row: temperature, top-k, top-p, in that order."""
-    if not settings["do_sample"]:
-        return Law(do_sample=False, rows=1)
-    chosen = (settings.get(name) for name in ("temperature", "top_k", "top_p"))
-    return Law(warpers(*chosen), do_sample=True, rows=1)
 
 
 def exit_sweep(

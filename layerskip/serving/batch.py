@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from layerskip.api.decoders import controller_of, costs_of, sample_request, warn_of_branches
-from layerskip.api.drafts import Drafts, choose_drafts
 from layerskip.api.generation import LayerSkipDecoding
+from layerskip.api.plan import open_plan
 from layerskip.api.settings import LONGEST_DRAFT
 from layerskip.cache.rows import rounded_up
 from layerskip.decoding.cached_texts import CachedTexts
-from layerskip.decoding.controller import Controller, completed
-from layerskip.decoding.controllers import Fixed
+from layerskip.decoding.controller import completed
 from layerskip.decoding.live_target import LiveTarget
 from layerskip.decoding.passes import Passes
 from layerskip.decoding.rules import rule_of
 from layerskip.decoding.seats import Seat
-from layerskip.decoding.sources.lookup import Lookup
 from layerskip.decoding.speculator import Speculator
 from layerskip.model.opened_models import sublayers_of
 from layerskip.serving.served_texts import OfTexts, Text
@@ -63,24 +61,25 @@ class ServingBatch:
             nothing = torch.zeros(seats, 1, dtype=torch.long)  # (B, 1)
             with torch.no_grad():
                 opened = opened.reading(opened.encode(nothing, torch.ones_like(nothing)))
-        drafts = choose_drafts(opened, decoding)
-        self.model, self._own = drafts.model, drafts.sources
-        for source in self._own:
+        plan = open_plan(opened, decoding)
+        self.model, own = plan.model, plan.sources
+        for source in own:
             if source.keeps_texts:
                 raise ValueError(
                     f"{type(source).__name__} shares state across requests, so it cannot be "
                     "served; leave it out"
                 )
         self.num_seats, self.cached = seats, cached
-        limit, theirs = self.model.max_positions, [each.max_positions for each in self._own]
+        limit, theirs = self.model.max_positions, [each.max_positions for each in own]
         self.max_tokens = min(limit, max_tokens or limit, *(each for each in theirs if each))
         self.longest = (decoding.max_draft_length or LONGEST_DRAFT) if decoding.enabled else 0
         self.seats: list[Any] = [Seat([], 0, 0)] * seats  # a `Text` in each occupied seat
         forced = OfTexts("forced", self.seats, Text.forced)
         predicted = OfTexts("predicted", self.seats, Text.predicted)
+        plan = replace(plan, sources=[forced, predicted, *own])
         self.passes = Passes(
             self.model,
-            [forced, predicted, *self._own],
+            plan.sources,
             [torch.zeros(1, dtype=torch.long)] * seats,
             max_new_tokens=1,
             max_draft_length=self.longest,
@@ -90,29 +89,16 @@ class ServingBatch:
         self._draws: list[Any] = [None] * seats
         self.target = LiveTarget(self.passes, self.seats, self._draws, joint=False)
         self.model.backend.long_lived = True
-        self.controller = completed(self._controller(decoding))
+        request = plan.request(seats, max(1, min(256, self.max_tokens - 4)))
+        with torch.no_grad():  # costs are measured here, before any text is waited for
+            controller, _ = plan.controller(request, _MEASURING, ahead=math.inf)
+        self.controller = completed(controller)
         self._speculator = Speculator(
             self.target, self.controller, self.seats, longest=self.longest
         )
         self.controller.reset(seats)
         self._weights: object = None  # identifies the weights of the keys and values
         self._free = list(range(seats))
-
-    def _controller(self, decoding: LayerSkipDecoding) -> Controller:
-        """Make the controller; costs are measured here, before any text is waited for."""
-        if not decoding.enabled:
-            return Fixed()
-        if not isinstance(decoding.controller, str):
-            return decoding.controller
-        drafts = Drafts(self.model, [Lookup(), *self._own])
-        request = sample_request(self.model, self.num_seats, max(1, min(256, self.max_tokens - 4)))
-        with torch.no_grad():
-            tables = costs_of(decoding, drafts, request, seconds=_MEASURING)
-        if decoding.branches:
-            warn_of_branches(drafts, request)
-        # Tokens that texts bring with them cost as much as looked-up ones.
-        sources = [drafts.sources[0], *drafts.sources]
-        return controller_of(decoding, sources, [tables[0], *tables], ahead=math.inf)
 
     def clear(self) -> None:
         self._free = list(range(self.num_seats))

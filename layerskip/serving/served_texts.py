@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from transformers import MinPLogitsWarper
 
-from layerskip.api.arguments import end_tokens
-from layerskip.api.decoders import law_of
+from layerskip.api.arguments import end_tokens, law_of, sampling_of
 from layerskip.decoding.draws import Draws
 from layerskip.decoding.laws import Law
 from layerskip.decoding.noise import stream_key
@@ -66,15 +65,9 @@ class Text(Seat):
         eos = end_tokens(model) if request.eos is None else request.eos
         key = stream_key(request.seed, 0)
         super().__init__([], prompt, limit, key=key, eos=eos, stop=request.stop)
-        self.law = law_of(
-            model,
-            1,
-            request.processors,
-            do_sample=request.do_sample,
-            temperature=request.temperature,
-            top_k=request.top_k,
-            top_p=request.top_p,
-        )
+        law = sampling_of(model, request.temperature, request.top_k, request.top_p)
+        law["do_sample"] = request.do_sample
+        self.law = law_of(law, processors=request.processors)
         if request.do_sample and request.min_p is not None:
             warper: Any = MinPLogitsWarper(request.min_p)
             self.law = Law([*self.law.processors, warper], do_sample=True, rows=1)

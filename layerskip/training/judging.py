@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerskip.api.arguments import end_tokens
+from layerskip.api.arguments import end_tokens, law_of
 from layerskip.api.drafts import automatic_draft
 from layerskip.bench.methods import Engine, Task
 from layerskip.bench.runner import timed_drafts
@@ -27,7 +27,6 @@ from layerskip.decoding.engine import Request
 from layerskip.decoding.noise import stream_key
 from layerskip.files.trainings import SCHEMA, check_record
 from layerskip.model.sublayers import Sublayers
-from layerskip.replay.exit_sweep import law_of
 from layerskip.replay.replayed_drafts import replay
 from layerskip.replay.trace import NothingToDraft, Trace, take_trace
 from layerskip.timing.cost_tables import cost_tables

@@ -1,6 +1,12 @@
 """Sources of drafts, one file per kind, and the choice of a source for a given draft."""
 
+from __future__ import annotations
+
+import os
 from collections.abc import Sequence
+from typing import Any
+
+import torch
 
 from layerskip.config.skips import SkipConfig
 from layerskip.decoding.sources.assistant import Assistant
@@ -9,8 +15,8 @@ from layerskip.decoding.sources.eagle import EagleHead
 from layerskip.decoding.sources.official import Official
 from layerskip.decoding.sources.sublayer_draft import SublayerDraft
 from layerskip.decoding.sources.trained import TrainedDraft
-from layerskip.model.assistants import is_assistant
-from layerskip.model.eagle_head import Eagle
+from layerskip.model.assistants import is_assistant, load_assistant
+from layerskip.model.eagle_head import Eagle, eagle_config, load_eagle
 from layerskip.model.sublayers import Sublayers
 
 
@@ -26,6 +32,18 @@ def source_of(model: Sublayers, draft: SkipConfig | Source) -> Source:
     if skip.trained is not None:
         return TrainedDraft(model, skip)
     return SublayerDraft(model, skip)
+
+
+def load_drafter(
+    source: str | os.PathLike[str], *, dtype: torch.dtype, device: torch.device
+) -> Any:
+    """Load an official assistant or an EAGLE-3 head from a folder or a Hub id.
+
+    Raises:
+        ValueError: as for `load_assistant` and `load_eagle`.
+    """
+    read = load_assistant if eagle_config(source) is None else load_eagle
+    return read(source, dtype=dtype).to(device)
 
 
 def second_model(

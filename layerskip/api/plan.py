@@ -1,0 +1,370 @@
+"""What decodes a model's texts: the plan that every public interface decides by, and nothing else.
+
+A skip config describes a draft by the model itself; of several, the controller chooses one in each
+round. They share one KV cache and one copy of rounded weights, and verification starts from the
+hidden states that the chosen draft shares with the model. Without a skip config, drafts need no
+training, search or data (see `layerskip.api.drafts`). Lookups cost nothing, and stay beside named
+drafts. Other given sources are added. `expected-gain` finds out during decoding whether they pay.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, field, replace
+from inspect import signature
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from layerskip.api.arguments import law_of, sampling_of
+from layerskip.api.drafts import automatic_draft, exits_hint, in_words, own_head, skip_label
+from layerskip.api.settings import DEFAULT_CONTROLLER, LONGEST_DRAFT, Settings
+from layerskip.backends.captured import clock
+from layerskip.cache.library_cache import EncoderStates
+from layerskip.config.registry import ADAPTIVE, named
+from layerskip.config.skips import SkipConfig
+from layerskip.costs.speculation import Costs, CostTable
+from layerskip.decoding.controllers import Controller, Fixed, make_controller
+from layerskip.decoding.engine import Decoder, Request
+from layerskip.decoding.expected_gain import AHEAD
+from layerskip.decoding.noise import stream_key
+from layerskip.decoding.sources import load_drafter, second_model, source_of
+from layerskip.decoding.sources.assistant import Assistant
+from layerskip.decoding.sources.base import Source
+from layerskip.decoding.sources.forced import Forced
+from layerskip.decoding.sources.lookup import Lookup
+from layerskip.model.eagle_head import Eagle
+from layerskip.model.opened_models import kept_for, sublayers_of
+from layerskip.model.sublayers import Sublayers
+from layerskip.texts.vocabulary import warn_of_vocabularies
+from layerskip.timing.cost_tables import by_bytes, cost_tables, stored
+from layerskip.weights.stored import storage_words
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What drafts for a model, what that costs, and which controller decides.
+
+    Attributes:
+        model: the target; the head that its own draft reads may be trimmed to a vocabulary.
+        sources: in the order of their numbers in rounds. Without any, decoding is plain.
+        skips: the skip configs of the model's own drafts, which are the last sources.
+        reasons: why the model itself has no better drafts, in words.
+        explicit: the settings that name these drafts, so that nothing is chosen again.
+        advice: how to load the model so that it drafts in 8 bits; None if that is not possible, or
+            if it has other drafts than lookups.
+    """
+
+    model: Sublayers
+    settings: Settings
+    sources: Sequence[Source] = ()
+    skips: Sequence[SkipConfig] = ()
+    reasons: Sequence[str] = ()
+    explicit: Mapping[str, Any] = field(default_factory=dict)
+    advice: str | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the sources in records."""
+        return [source.name for source in self.sources]
+
+    @property
+    def words(self) -> list[str]:
+        """A description of each source, with the memory taken by weights copied for it."""
+        lines = [source.words for source in self.sources]
+        first = len(lines) - len(self.skips)
+        for number, skip in enumerate(self.skips, first):
+            lines[number] = skip_label(skip, skip.resolve(self.model.num_layers))
+            if len(self.skips) > 1:
+                lines[number] = f"{self.sources[number].name}: {lines[number]}"
+            if nbytes := self.model.weights.nbytes(skip):
+                lines[number] += f" ({in_words(nbytes)} of memory)"
+        return lines
+
+    @property
+    def summary(self) -> str:
+        """The sources, and why there are no better ones, in a line."""
+        return "; ".join([", or ".join(self.words) or "none", *self.reasons])
+
+    def explain(self) -> str:
+        """List what drafts, and why nothing better does; one item per line."""
+        model, settings = self.model, self.settings
+        lines = [f"passes: {model.describe()}"]
+        if words := storage_words(model.model):
+            lines.append(words)
+        if each := model.cache_bytes(1000):
+            lines.append(f"keys and values: {in_words(round(each))} per 1,000 tokens of text")
+        if not settings.enabled:
+            return "\n".join([*lines, "drafts: none, as enabled is False"])
+        lines += [f"drafts: {words}" for words in self.words]
+        lines += [f"controller: {_controller_words(settings)}", *self.reasons]
+        name = getattr(model.model, "name_or_path", "")
+        slow = any("8 bits" in reason for reason in self.reasons)
+        hint = exits_hint(model, name, self.skips, likely=slow)
+        lines += [] if hint is None else [hint]
+        if not model.exact:
+            lines.append(
+                "texts equal those of plain decoding up to near-ties: passes are not native, and "
+                "libraries sum in another order when a batch has other sizes"
+            )
+        return "\n".join(lines)
+
+    def warn(self, request: Request) -> None:
+        """Warn of idle branches, and once for a model that would draft better, loaded otherwise."""
+        told = kept_for(self.model.model)
+        if self.advice is not None and "advice" not in told:
+            told["advice"] = self.advice
+            warnings.warn(f"lookups are the only drafts: {self.advice}", stacklevel=2)
+        reason = None
+        if not self.settings.branches or not self.sources:
+            return
+        if not self.model.branches:
+            reason = "since this model runs as a whole, and its passes have no branches"
+        elif all(source.step_free for source in self.sources):
+            reason = "since no draft takes steps of a model"
+        elif request.rejection and request.law.do_sample:
+            reason = "under the rejection rule, which accepts one draft per position"
+        elif request.law.reads_history:
+            reason = "with logits processors that read the text, since it differs between branches"
+        if reason is not None:
+            warnings.warn(f"branches has no effect {reason}", stacklevel=2)
+
+    def request(self, rows: int, max_new_tokens: int, **sampling: Any) -> Request:
+        """A request like those to come, on which costs can be measured."""
+        ids = torch.ones(rows, 4, dtype=torch.long, device=self.model.device)  # (B, 4)
+        do_sample = sampling.pop("do_sample", False)
+        law = law_of({"do_sample": do_sample, **sampling_of(self.model.model, **sampling)}, rows)
+        keys = [stream_key(0, row) for row in range(rows)]
+        return Request(ids, torch.ones_like(ids), max_new_tokens=max_new_tokens, law=law, keys=keys)
+
+    def costs(self, request: Request, seconds: float | None = None) -> Sequence[Costs | None]:
+        """Return the costs of each source; None if the controller does not need them.
+
+        They are given, or come from the skip configs; else they are measured when a round first
+        needs them, or now if `seconds` to spend are given. If a text depends on its drafts they are
+        computed from byte counts instead, since measured costs would let a clock affect the text.
+        """
+        model, sources, settings = self.model, self.sources, self.settings
+        given, rows = [settings.costs], request.input_ids.shape[0]
+        if settings.costs is None and settings.skips and settings.assistant is None:
+            given = [stored(skip, model, rows) for skip in settings.skips]
+        tables = [table for table in given if table is not None]
+        if len(tables) == len(given) > 0:
+            tables = [tables[0]] * (len(sources) - len(tables)) + tables
+            pairs = zip(sources, tables, strict=True)
+            return [replace(table, draft=0.0) if each.step_free else table for each, table in pairs]
+        if settings.controller != DEFAULT_CONTROLLER:
+            return [None] * len(sources)
+        if request.rejection and request.law.do_sample:
+            return [by_bytes(model, source) for source in sources]
+        return cost_tables(model, sources, request, seconds=seconds)
+
+    def controller(
+        self, request: Request, seconds: float | None = None, ahead: float = AHEAD
+    ) -> tuple[Controller, Costs | None]:
+        """Return the controller of a request, and the costs of the last source.
+
+        Args:
+            seconds: time to measure costs now.
+            ahead: see `ExpectedGain`.
+        """
+        settings = self.settings
+        if not settings.enabled or not self.sources:
+            return Fixed(), None
+        costs = self.costs(request, seconds)
+        self.warn(request)
+        if not isinstance(settings.controller, str):
+            return settings.controller, costs[-1]
+        made = make_controller(
+            settings.controller,
+            max_draft_length=settings.max_draft_length,
+            threshold=settings.threshold,
+            adaptive=settings.adaptive,
+            costs=[table or CostTable(1.0, (1.0,)) for table in costs],
+            priors=[source.prior for source in self.sources],
+            sampling=request.law.do_sample,
+            ahead=ahead,
+            branches=settings.branches,
+            now=clock,
+        )
+        return made, costs[-1]
+
+    def decoder(self, request: Request) -> tuple[Decoder, Costs | None]:
+        """Return the engine, ready to run a request, and the costs its controller uses."""
+        plan = self
+        if self.settings.enabled and request.law.stateful:
+            plan = replace(self, sources=[Forced(request.law.stateful), *self.sources])
+        controller, costs = plan.controller(request)
+        longest = (self.settings.max_draft_length or LONGEST_DRAFT) if plan.sources else 0
+        decoder = Decoder(
+            plan.model,
+            plan.sources,
+            controller,
+            request,
+            max_draft_length=longest,
+            cached=self.settings.cached,
+        )
+        return decoder, costs
+
+    def prepare(self, rows: int, context: int, seconds: float, **sampling: Any) -> CostTable | None:
+        """Make copies of weights and measure costs; see `LayerSkipDecoding.prepare`."""
+        request = self.request(rows, max(2, context), **sampling)
+        with torch.no_grad():
+            costs = self.costs(request, seconds)[-1] if self.sources else None
+        return None if costs is None else costs.at(context, rows)
+
+
+def open_plan(
+    model: Any, settings: Settings, *, sampling: bool = True, encoded: EncoderStates | None = None
+) -> Plan:
+    """Decide what decodes a model's texts, and make the copies of weights that drafts need.
+
+    It is decided once for a model and settings, and kept as long as both live and the model stays
+    as it is.
+
+    Args:
+        sampling: whether tokens are drawn. Under the rejection rule texts then depend on their
+            drafts, so drafts must not depend on the free memory.
+        encoded: an encoder's output for the texts; a plan for them is not kept.
+
+    Raises:
+        ValueError: a source does not fit the model.
+    """
+    opened = sublayers_of(model, settings.execution)
+    if encoded is not None:
+        opened = opened.reading(encoded)
+    rejection = sampling and settings.acceptance == "rejection"
+    if not settings.enabled:
+        return Plan(opened, settings)
+    if opened.encoder:
+        return _decide(opened, settings, rejection)
+    plans = kept_for(opened.model).setdefault("plans", WeakKeyDictionary())
+    made: dict[bool, Plan] = plans.setdefault(settings, {})
+    kept = made.get(rejection)
+    if kept is None or kept.model.backend is not opened.backend:  # the model was opened again
+        # Of copies, since what is kept must keep neither the model nor the settings alive.
+        kept = made[rejection] = _decide(copy(opened).weak(), copy(settings), rejection)
+    return replace(kept, model=kept.model.strong(), settings=settings)
+
+
+def _decide(model: Sublayers, settings: Settings, rejection: bool) -> Plan:
+    """Make the draft sources of a model, including copies of weights that they need."""
+    lookup = _lookup(settings, rejection)
+    named_sources = [_source(each, model) for each in settings.sources]
+    second, assistant = _second_model(model, settings)
+    own, heads, skips = list[Source](), list[Source](), settings.skips
+    reasons, advice = [], None
+    if settings.automatic:
+        how: dict[str, Any] = {"by_memory": not rejection}
+        head, reason = own_head(model, settings.draft_memory, **how)
+        heads += [] if head is None else [head]
+        if reason is not None:
+            reasons.append(f"no drafts by the checkpoint's own head: {reason}")
+        chosen = automatic_draft(model, settings.draft_memory, **how)
+        skips = () if chosen.skip is None else (chosen.skip,)
+        if chosen.reason is not None and settings.draft_memory != 0:
+            reasons.append(f"no drafts by the model in 8 bits: {chosen.reason}")
+        alone = not (named_sources or second or heads) and lookup is not None
+        advice = chosen.reason if chosen.loading and alone else None
+    if skips and settings.draft_vocabulary is not None:
+        model = model.trimmed(settings.draft_vocabulary)
+    skips = tuple(_without_origin(model, skip) for skip in skips)
+    for number, skip in enumerate(skips, 1):
+        own.append(source := source_of(model, skip))
+        if len(skips) > 1:
+            source.name = f"{source.name} {number}"  # type: ignore[misc]
+    explicit = {
+        "skip": [*skips] or None,
+        "lookup": lookup or False,
+        "sources": [*named_sources, *heads],
+        "assistant": assistant,
+        "draft_memory": None if skips else 0,
+        "execution": settings.execution,
+    }
+    looked_up = [] if lookup is None else [lookup]
+    sources = [*looked_up, *named_sources, *second, *heads, *own]
+    return Plan(model, settings, sources, skips, reasons, explicit, advice)
+
+
+def _lookup(settings: Settings, rejection: bool) -> Lookup | None:
+    """Return the source of lookups: beside all other drafts, unless they are turned off.
+
+    Beside named drafts under the rejection rule, where texts depend on drafts, they must be asked
+    for, so that a skip config without a word about lookups keeps its texts.
+    """
+    asked = settings.lookup
+    if asked is None:
+        asked = settings.automatic or not rejection
+    return Lookup() if asked is True else asked or None
+
+
+def _source(given: Source | str, model: Sublayers) -> Source:
+    """Return a source, made for the opened model if it is given by its name."""
+    if isinstance(given, Source):
+        return given
+    make = named("source", given)
+    made: Source = make(model=model) if "model" in signature(make).parameters else make()
+    if not isinstance(made, Source):
+        raise ValueError(f"the source {given} must make a layerskip.Source, got {made!r}")
+    return made
+
+
+def _without_origin(model: Sublayers, skip: SkipConfig) -> SkipConfig:
+    """Return a skip config that fits the model, without where it was searched.
+
+    Warns if that was another model; what is returned does not warn again.
+
+    Raises:
+        ValueError: it does not fit the model.
+    """
+    own_hash = model.weights.fingerprint() if skip.model_hash else None
+    name = getattr(model.model, "name_or_path", None) or None
+    foreign = skip.matches(name, own_hash) is False
+    origin = f"this skip config was searched on {skip.model or 'another model'}, not on {name}"
+    try:
+        skip.resolve(model.num_layers)
+    except ValueError as error:
+        raise ValueError(f"{error}; {origin}" if foreign else str(error)) from error
+    if foreign:
+        warnings.warn(f"{origin}: the output stays exact, but it may be slower", stacklevel=3)
+    return replace(skip, model=None, model_hash=None)
+
+
+def _second_model(target: Sublayers, settings: Settings) -> tuple[list[Source], Any]:
+    """Return the second model as a source, limited to the draft vocabulary, and the model.
+
+    One given by its folder is loaded once for a target, and kept with it.
+    """
+    assistant, tokens = settings.assistant, settings.draft_vocabulary
+    if assistant is None:
+        return [], None
+    if isinstance(assistant, str | os.PathLike):
+        key, kept = (os.fspath(assistant), target.dtype, target.device), kept_for(target.model)
+        if key not in kept:
+            kept[key] = load_drafter(assistant, dtype=target.dtype, device=target.device)
+        assistant = kept[key]
+    if isinstance(assistant, Eagle):
+        return [second_model(target, assistant, tokens)], assistant
+    opened = sublayers_of(assistant, settings.execution)
+    if opened.encoder:
+        opened = opened.reading_of(target)
+    source = second_model(target, opened, tokens)
+    if isinstance(source, Assistant):
+        warn_of_vocabularies(target.model, opened.model)
+    return [source], assistant
+
+
+def _controller_words(settings: Settings) -> str:
+    """Describe the controller, and those settings that differ from its defaults."""
+    how = settings.controller
+    if not isinstance(how, str):
+        return type(how).__name__
+    names = ("max_draft_length", "threshold")
+    given = {name: getattr(settings, name) for name in names}
+    given |= ADAPTIVE | settings.adaptive if how == "adaptive-threshold" else {}
+    words = [f"{name} {value}" for name, value in given.items() if value is not None]
+    return ", ".join([how, *words])

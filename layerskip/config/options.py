@@ -1,0 +1,102 @@
+"""How to decode with a draft: the table of which files, settings and flags are made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from reprlib import repr as shown
+from typing import Any, Literal
+
+from layerskip.config.registry import ADAPTIVE
+from layerskip.files.schema import (
+    Check,
+    check_fields,
+    checked,
+    flag,
+    integer,
+    mapping,
+    name_text,
+    number,
+    one_of,
+    token_list,
+)
+
+
+def _option(check: Check, words: str, *named: str | None, **limits: Any) -> Any:
+    """An option that commands show as a flag.
+
+    Args:
+        words: its help.
+        named: its metavar, and other names than `--` and its own.
+        limits: further arguments of `typer.Option`.
+    """
+    return checked(check, flag=((words, *named), limits))
+
+
+def _adaptive(value: Any, name: str) -> dict[str, float]:
+    for each, part in mapping(value, name).items():
+        if each not in ADAPTIVE:
+            raise ValueError(f"adaptive may have {', '.join(ADAPTIVE)}; got {shown(each)}")
+        number(0, 1)(part, f"adaptive {each}")
+    return dict(value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodingOptions:
+    """How to decode with a skip config. None leaves a choice to the caller or the defaults.
+
+    Raises:
+        TypeError, ValueError: a value has the wrong type or is out of range.
+    """
+
+    controller: str | None = _option(
+        name_text, "How to set the draft length.  [default: expected-gain]"
+    )
+    max_draft_length: int | None = _option(
+        integer(1), "Draft at most N tokens per round.", "N", min=1
+    )
+    """Maximum number of tokens drafted in a round, at least 1."""
+    threshold: float | None = _option(
+        number(0, 1),
+        "Stop drafting below this confidence. Only for controllers with a threshold.",
+        "P",
+        min=0,
+        max=1,
+    )
+    """Confidence in 0..1 below which a controller with a threshold stops drafting."""
+    adaptive: Mapping[str, float] | None = _option(
+        _adaptive,
+        "Some or all settings of adaptive-threshold: "
+        + ",".join(f"{name}={value}" for name, value in ADAPTIVE.items())
+        + ".",
+        "LIST",
+    )
+    """Some or all parameters of `adaptive-threshold` (`registry.ADAPTIVE`), each in 0..1."""
+    enabled: bool | None = checked(flag)
+    """False: decode plainly."""
+    acceptance: Literal["coupled", "rejection"] | None = _option(
+        one_of("coupled", "rejection"),
+        "Acceptance rule for drafts when sampling.  [default: coupled]",
+    )
+    draft_vocabulary: tuple[int, ...] | None = checked(token_list, repr=False)
+    """The only tokens that drafts may use; a search lists the most frequent first. Drafts read no
+    other rows of the head. The text does not depend on this set."""
+    lookup: bool | None = _option(
+        flag,
+        "Also draft the tokens that followed the same words earlier in the text.  [default: on, "
+        "unless the skip config says no]",
+        None,
+        "--lookup/--no-lookup",
+    )
+    """Whether drafts are also looked up in the row's own history; None: see `open_plan`."""
+    branches: bool | None = _option(
+        flag,
+        "Also verify second-best draft tokens where that is expected to pay.  [default: from the "
+        "skip config]",
+        None,
+        "--branches/--no-branches",
+    )
+    """Whether second-best tokens are also verified where they are expected to pay."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
