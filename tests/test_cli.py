@@ -8,7 +8,7 @@ import shlex
 import signal
 import sys
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from typing import get_args, get_type_hints
 
@@ -616,6 +616,14 @@ def test_help_is_in_groups_and_its_examples_are_commands():
     assert (
         "--window T " in run("train", "-h").stdout.partition("exits:")[2].partition("Sampling")[0]
     )
+
+
+def test_options_of_decoding_are_flags_of_every_command_that_decodes():
+    options = {each.name for each in fields(DecodingOptions) if each.metadata["flag"]}
+    assert len(options) == len(fields(DecodingOptions)) - len({"enabled", "draft_vocabulary"})
+    for name in ("generate", "chat", "serve", "run", "benchmark"):
+        missing = options - {each.name for each in COMMANDS[name].params}
+        assert missing <= {"acceptance"} if name == "serve" else missing == set()
 
 
 def test_choices_are_those_of_the_library():

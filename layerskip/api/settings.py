@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -22,10 +23,24 @@ Skips = SkipConfig | str | os.PathLike[str]
 
 DEFAULT_CONTROLLER = "expected-gain"
 LONGEST_DRAFT = 20  # the default of `max_draft_length`
+OPTIONS = [each.name for each in fields(DecodingOptions)]
 
 
 class Settings:
-    """The arguments of `LayerSkipDecoding`, whose docstring explains them."""
+    """The arguments of `LayerSkipDecoding`, whose docstring explains them.
+
+    `options` are those of `DecodingOptions`; what is not given comes from the skip config.
+    """
+
+    controller: str | Controller
+    max_draft_length: int | None
+    threshold: float | None
+    adaptive: dict[str, float]
+    acceptance: str
+    branches: bool
+    enabled: bool
+    lookup: bool | Lookup | None
+    draft_vocabulary: Sequence[int] | None
 
     def __init__(
         self,
@@ -35,14 +50,7 @@ class Settings:
         assistant: Any = None,
         sources: Sequence[Source | str] = (),
         controller: str | Controller | None = None,
-        max_draft_length: int | None = None,
-        threshold: float | None = None,
-        adaptive: Mapping[str, float] | None = None,
-        acceptance: str | None = None,
-        branches: bool | None = None,
-        enabled: bool | None = None,
         draft_memory: int | None = None,
-        draft_vocabulary: Iterable[int] | None = None,
         seed: int | None = None,
         seeds: Sequence[int] | None = None,
         costs: CostTable | None = None,
@@ -50,9 +58,9 @@ class Settings:
         cached: CachedTexts | None = None,
         progress: Callable[[int, int], None] | None = None,
         clock: Callable[[], float] | None = None,
+        **options: Any,
     ) -> None:
         self.skips = _loaded(skip)
-        main = self.skips[0] if self.skips else None
         if seed is not None and seeds is not None:
             raise ValueError("give seed (one for the batch) or seeds (one per row), not both")
         if costs is not None and not isinstance(costs, CostTable):
@@ -69,38 +77,30 @@ class Settings:
             )
         for each in (seed, *(self.seeds or ())):
             schema.optional(schema.integer())(each, "a seed")
-        stored = (main and main.decoding) or DecodingOptions()
-        options = DecodingOptions(  # validates
-            controller=controller if isinstance(controller, str) else None,
-            max_draft_length=max_draft_length,
-            threshold=threshold,
-            adaptive=adaptive,
-            acceptance=acceptance,  # type: ignore[arg-type]
-            enabled=enabled,
-            draft_vocabulary=draft_vocabulary,  # type: ignore[arg-type]
-            lookup=lookup if not isinstance(lookup, Lookup) else None,
-            branches=branches,
-        )
-        self.controller: str | Controller = stored.controller or DEFAULT_CONTROLLER
-        if controller is not None:
-            self.controller = controller if isinstance(controller, str) else completed(controller)
-        self.max_draft_length = options.max_draft_length or stored.max_draft_length
-        self.threshold = stored.threshold if threshold is None else threshold
-        self.adaptive = {**(stored.adaptive or {}), **(adaptive or {})}
-        self.acceptance = options.acceptance or stored.acceptance or "coupled"
+        stored = (self.skips and self.skips[0].decoding) or DecodingOptions()
+        options |= {"controller": controller if isinstance(controller, str) else None}
+        options |= {"lookup": None if isinstance(lookup, Lookup) else lookup}
+        asked = DecodingOptions(**options)  # validates
+        for name in OPTIONS:
+            value = getattr(asked, name)
+            setattr(self, name, getattr(stored, name) if value is None else value)
+        if controller is not None and not isinstance(controller, str):
+            self.controller = completed(controller)
+        self.controller = self.controller or DEFAULT_CONTROLLER
+        self.adaptive = {**(stored.adaptive or {}), **(asked.adaptive or {})}
+        self.acceptance = self.acceptance or "coupled"
         # Branches stored in a skip config apply only to the default controller.
-        default = self.controller == DEFAULT_CONTROLLER and stored.branches
-        self.branches = bool(default if branches is None else branches)
-        wanted = stored.enabled if enabled is None else enabled
-        self.enabled = wanted is not False
+        idle = asked.branches is None and self.controller != DEFAULT_CONTROLLER
+        self.branches = bool(self.branches) and not idle
+        self.enabled = self.enabled is not False
+        if isinstance(lookup, Lookup):
+            self.lookup = lookup
         self.automatic = not self.skips
-        self.lookup = stored.lookup if lookup is None else lookup  # see `plan`
         self.assistant = assistant
         schema.optional(schema.number(0))(draft_memory, "draft_memory")
         if draft_memory is not None and not self.automatic:
             warnings.warn("draft_memory has no effect where drafts are named", stacklevel=2)
         self.draft_memory = draft_memory
-        self.draft_vocabulary = options.draft_vocabulary or stored.draft_vocabulary
         self.costs, self.execution, self.cached = costs, execution, cached
         self.progress, self.clock = progress, clock
 

@@ -9,7 +9,7 @@ import statistics
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
@@ -313,17 +313,12 @@ class Suite:
         return {"kind": "sweep", "prompts": [each.name for each in prompts], **swept}
 
 
-DRAFTS = ("lookup", "sources", "assistant")
-"""Settings that select draft sources in addition to the skip config."""
-
-
 def price(method: Engine, batches: Sequence[PromptBatch]) -> None:
     """Measure the costs of drafting once, and give them to the method for all its calls."""
     skip = [each.bare() for each in method.skips] or None
-    drafts = {name: method.settings[name] for name in DRAFTS if name in method.settings}
-    task = replace(method.task, acceptance="coupled")
-    bare = Engine(method.model, task, skip=skip, **drafts).decoding
-    sampling = {name: x for name, x in task.arguments().items() if name != "max_new_tokens"}
+    bare = LayerSkipDecoding(**{**method.plan.explicit, "skip": skip})
+    sampling = method.task.arguments()
+    del sampling["max_new_tokens"]
     by_key: dict[str, list[PromptBatch]] = {}
     for batch in batches:
         by_key.setdefault(costs_key(batch.rows, batch.context), []).append(batch)
