@@ -7,15 +7,16 @@ as the model. Some checkpoints bring a head of their own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import PurePath
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from layerskip.config.skips import SINK, SkipConfig
+from layerskip.decoding.sources.base import Source
 from layerskip.decoding.sources.mtp import CheckpointHead
 from layerskip.files.environment import free_memory
 from layerskip.model import mtp_head
@@ -74,59 +75,57 @@ def skip_label(skip: SkipConfig, resolved: SkipConfig) -> str:
 
 
 class AutomaticDraft(NamedTuple):
-    """The default draft by the model itself, in addition to lookups.
+    """What a model drafts with by itself by default, in addition to lookups.
 
     Attributes:
         skip: the model in 8 bits, with a window if its texts may be longer; None if not possible.
-        reason: why there is none, in words.
-        loading: whether loading the model as `reason` says would make such a draft possible.
+        reason: why not, in words.
+        loading: whether loading the model as `reason` says would make it possible.
+        head: the checkpoint's own head, if it has one that can draft.
+        head_reason: why it cannot draft, in words; None if there is none.
     """
 
     skip: SkipConfig | None
     reason: str | None
     loading: bool = False
-
-
-def _once(decide: Callable[..., Any], model: Sublayers, memory: int | None, by_memory: bool) -> Any:
-    """Decide something once about a model and how its passes run, so that it never changes."""
-    decided = kept_for(model.model)
-    key = decide, model.execution, memory, by_memory
-    if key not in decided:
-        decided[key] = decide(model, memory, by_memory)
-    return decided[key]
+    head: mtp_head.Head | None = None
+    head_reason: str | None = None
 
 
 def automatic_draft(
     model: Sublayers, memory: int | None = None, *, by_memory: bool = True
 ) -> AutomaticDraft:
-    """Return the automatic draft of a model.
+    """Decide what a model drafts with by itself, once for how its passes run.
 
     Args:
         memory: bytes that copies of weights may take; by default SHARE of the free memory.
         by_memory: False if the text depends on the drafts (rejection rule). Then the model and
             `memory` decide alone, regardless of the free memory.
-    """
-    draft: AutomaticDraft = _once(_automatic, model, memory, by_memory)
-    return draft
-
-
-def own_head(
-    model: Sublayers, memory: int | None = None, *, by_memory: bool = True
-) -> tuple[CheckpointHead | None, str | None]:
-    """Return the source for the checkpoint's own draft head, or the reason why it cannot draft.
-
-    The head is searched for and read only once. Arguments are those of `automatic_draft`.
 
     Raises:
-        ValueError: the head is damaged.
+        ValueError: the checkpoint's own head is damaged.
     """
+    kept, key = kept_for(model.model), (model.execution, memory, by_memory)
+    if key not in kept:
+        head, draft = _head(model, memory, by_memory), _rounded(model, memory, by_memory)
+        if isinstance(head, str):
+            kept[key] = draft._replace(head_reason=head)
+        else:
+            kept[key] = draft._replace(head=head)
+    return kept[key]  # type: ignore[no-any-return]
+
+
+def heads_of(model: Sublayers, draft: AutomaticDraft) -> list[Source]:
+    """The source for the checkpoint's own head, if there is one that drafts."""
+    if isinstance(model, Whole) and draft.head is not None:
+        return [CheckpointHead(model, draft.head)]
+    return []
+
+
+def _head(model: Sublayers, memory: int | None, by_memory: bool) -> mtp_head.Head | str | None:
+    """The checkpoint's own head, or why it cannot draft; None: there is none, or no memory."""
     if not isinstance(model, Whole) or model.encoder or memory == 0:
-        return None, None
-    head = _once(_head, model, memory, by_memory)
-    return (CheckpointHead(model, head), None) if isinstance(head, mtp_head.Head) else (None, head)
-
-
-def _head(model: Whole, memory: int | None, by_memory: bool) -> mtp_head.Head | str | None:
+        return None
     found = mtp_head.find(model)
     if not isinstance(found, mtp_head.Found):
         return found
@@ -144,7 +143,7 @@ def _too_large(nbytes: int, memory: int | None, by_memory: bool) -> str | None:
     return f"copies of its weights would take {in_words(nbytes)}, {whose} is {in_words(limit)}"
 
 
-def _automatic(model: Sublayers, memory: int | None, by_memory: bool) -> AutomaticDraft:
+def _rounded(model: Sublayers, memory: int | None, by_memory: bool) -> AutomaticDraft:
     sees = any(part.narrows(WINDOW) for part in model.parts)
     window = WINDOW if sees and model.max_positions > WINDOW + SINK else None
     skip = replace(SkipConfig.low_precision(8), window=window)

@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from layerskip.api.arguments import law_of, sampling_of
-from layerskip.api.drafts import automatic_draft, exits_hint, in_words, own_head, skip_label
+from layerskip.api.drafts import automatic_draft, exits_hint, heads_of, in_words, skip_label
 from layerskip.api.settings import DEFAULT_CONTROLLER, LONGEST_DRAFT, Settings
 from layerskip.backends.captured import clock
 from layerskip.cache.library_cache import EncoderStates
@@ -259,13 +259,11 @@ def _decide(model: Sublayers, settings: Settings, rejection: bool) -> Plan:
     own, heads, skips = list[Source](), list[Source](), settings.skips
     reasons, advice = [], None
     if settings.automatic:
-        how: dict[str, Any] = {"by_memory": not rejection}
-        head, reason = own_head(model, settings.draft_memory, **how)
-        heads += [] if head is None else [head]
-        if reason is not None:
-            reasons.append(f"no drafts by the checkpoint's own head: {reason}")
-        chosen = automatic_draft(model, settings.draft_memory, **how)
+        chosen = automatic_draft(model, settings.draft_memory, by_memory=not rejection)
+        heads += heads_of(model, chosen)
         skips = () if chosen.skip is None else (chosen.skip,)
+        if chosen.head_reason is not None:
+            reasons.append(f"no drafts by the checkpoint's own head: {chosen.head_reason}")
         if chosen.reason is not None and settings.draft_memory != 0:
             reasons.append(f"no drafts by the model in 8 bits: {chosen.reason}")
         alone = not (named_sources or second or heads) and lookup is not None

@@ -127,10 +127,10 @@ def own_drafts(sources: Sources, model: Sublayers, given: Sequence[SkipConfig]) 
         return {"skip": [sources.changed(each) for each in given]}
     if asked is None and sources.window is None:
         return {"draft_memory": limit}
-    from layerskip.api.drafts import automatic_draft, in_words, own_head
+    from layerskip.api.drafts import automatic_draft, heads_of, in_words
 
-    default = automatic_draft(model, limit).skip if asked is None else None
-    skip, (head, _) = sources.changed(default or SkipConfig()), own_head(model, limit)
+    usual = automatic_draft(model, limit)
+    skip = sources.changed((usual.skip if asked is None else None) or SkipConfig())
     nbytes = 0 if asked in (None, "none") else model.weights.nbytes(skip)
     if limit is not None and nbytes > limit:
         raise ValueError(
@@ -138,7 +138,7 @@ def own_drafts(sources: Sources, model: Sublayers, given: Sequence[SkipConfig]) 
             f"but --draft-memory allows {in_words(limit)}"
         )
     own: dict[str, Any] = {"skip": [skip]} if skip != SkipConfig() else {"draft_memory": 0}
-    return own | {"sources": [*(sources.source or ()), *([] if head is None else [head])]}
+    return own | {"sources": [*(sources.source or ()), *heads_of(model, usual)]}
 
 
 def second_model(sources: Sources, loading: Loading, loaded: Loaded, talk: Talk) -> Loaded | None:
