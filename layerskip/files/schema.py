@@ -147,10 +147,10 @@ def checked(check: Check, default: Any = None, *, flag: Any = None, **how: Any) 
 
 
 def check_fields(value: Any) -> None:
-    """Check the fields of a dataclass that are not None, and keep what their checks return."""
+    """Check the fields of a dataclass, and keep what checks return. A default of None needs none."""
     for each in fields(value):
         given, check = getattr(value, each.name), each.metadata.get("check")
-        if given is not None and check is not None:
+        if check is not None and (given is not None or each.default is not None):
             object.__setattr__(value, each.name, check(given, each.name))
 
 
