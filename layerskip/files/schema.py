@@ -147,7 +147,7 @@ def checked(check: Check, default: Any = None, *, flag: Any = None, **how: Any) 
 
 
 def check_fields(value: Any) -> None:
-    """Check the fields of a dataclass, and keep what checks return. A default of None needs none."""
+    """Check a dataclass's fields, except None where that is the default, and keep the results."""
     for each in fields(value):
         given, check = getattr(value, each.name), each.metadata.get("check")
         if check is not None and (given is not None or each.default is not None):
