@@ -328,11 +328,11 @@ def headlines(run: Run) -> list[dict[str, Any]]:
     tasks = run.header["prompts"].get("tasks")
     shown = [ALL, *run.categories] if tasks else [*run.contexts]
     rates, repeats, texts = (
-        {(row.get("batch_size"), row["category"], row["method"]): row for row in _told(table(run))}
+        {(row.get("batch_size"), row["category"], row["method"]): row for row in _rows(table(run))}
         for table in (acceptance, repetition, losslessness)
     )
     rows: dict[tuple[int, str, str], dict[str, Any]] = {}
-    for row in _told(speedup(run)):
+    for row in _rows(speedup(run)):
         size, category, method = place = row["batch_size"], row["category"], row["method"]
         if category not in shown:
             continue
@@ -361,7 +361,7 @@ def headlines(run: Run) -> list[dict[str, Any]]:
 COMPARED = ["compared", "equal", "near_ties", "faults"]
 
 
-def _told(table: pd.DataFrame) -> list[dict[str, Any]]:
+def _rows(table: pd.DataFrame) -> list[dict[str, Any]]:
     """The rows of a table, with None instead of NaN."""
     rows: list[dict[str, Any]] = table.astype(object).where(table.notna(), None).to_dict("records")
     return rows

@@ -48,9 +48,9 @@ def judge_run(run: Run) -> Verdict:
     drafting = [method for method in run.drafting if method in speeds.index]
     if not drafting:
         others = [f"{m} {_times(row)}" for m, row in speeds.iterrows() if m != run.baseline]
-        told = ", ".join(others) or "nothing else was measured"
+        words = ", ".join(others) or "nothing else was measured"
         verdict.lines = [
-            f"Speed relative to {run.baseline}: {told}.",
+            f"Speed relative to {run.baseline}: {words}.",
             "No self-speculative method was measured; add one with --method self.",
         ]
         return verdict
@@ -179,8 +179,8 @@ def _what_to_type(search: search_tables.SearchTables) -> str:
         return f"Run `{plain} --no-draft`: nothing found is faster than plain decoding."
     with_it, timed = f"Run `{plain} --skip {search.folder}/skip.json`", won[0]["confirmed"]
     if timed is None:
-        told = ranged(*(run_tables.number(won[0].get(n)) for n in search_tables.PREDICTED))
-        return f"{with_it}: it should be {told} times as fast as plain decoding."
+        expected = ranged(*(run_tables.number(won[0].get(n)) for n in search_tables.PREDICTED))
+        return f"{with_it}: it should be {expected} times as fast as plain decoding."
     over = (run_tables.number(timed["over_default"][n]) for n in ("speedup", "low", "high"))
     return (
         f"{with_it}: it is {timed['speedup']:.2f} times as fast as plain decoding, and "

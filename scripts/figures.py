@@ -52,7 +52,7 @@ def figures_of(run: Run) -> dict[str, Any]:
     return facts | {"figures": {name: [x for x in of if x == x] for name, of in figures.items()}}
 
 
-def told(text: str, stored: dict[str, Any]) -> tuple[str, list[str]]:
+def filled(text: str, stored: dict[str, Any]) -> tuple[str, list[str]]:
     """The text with its figures replaced by those of the records, and what was wrong in it.
 
     Wrong are figures that differ from the records, and ratios that name no record.
@@ -82,9 +82,9 @@ def main() -> None:
     if files := [Path(name) for name in sys.argv[1:]]:
         stored |= {run_of.stem: figures_of(load_runs([run_of])[0]) for run_of in files}
         write_text(STORED, json.dumps(dict(sorted(stored.items())), indent=1) + "\n")
-        readme, _ = told(readme, stored)
+        readme, _ = filled(readme, stored)
         write_text(README, readme)
-    _, lines = told(readme, stored)
+    _, lines = filled(readme, stored)
     print("\n".join(lines) or f"README's figures are those of {len(stored)} runs")
     raise SystemExit(bool(lines))
 

@@ -105,8 +105,8 @@ def main() -> None:
         bad = limit is not None and (ratio < limit if name in SPEEDS else ratio > limit)
         beyond = beyond or bad
         bound = "at least" if name in SPEEDS else "at most"
-        told = "-" if limit is None else f"{bound} {limit:.2f}"
-        print(f"{name:20} {ratio:6.2f}  {told:14} {'BEYOND' if bad else ''}")
+        bounded = "-" if limit is None else f"{bound} {limit:.2f}"
+        print(f"{name:20} {ratio:6.2f}  {bounded:14} {'BEYOND' if bad else ''}")
     raise SystemExit(beyond)
 
 

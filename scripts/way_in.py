@@ -59,8 +59,8 @@ def serve() -> None:
     with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as server:
         try:
             assert server.stderr is not None
-            told = (re.search(r"http://\S+/v1", line) for line in server.stderr)
-            address = next((found[0] for found in told if found), None)
+            found = (re.search(r"http://\S+/v1", line) for line in server.stderr)
+            address = next((each[0] for each in found if each), None)
             if address is None:
                 sys.exit(f"README's server ended with code {server.wait()}")
             request = Request(f"{address}/chat/completions", json.dumps(asked).encode())

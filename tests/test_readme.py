@@ -80,7 +80,7 @@ def test_links_lead_somewhere():
 def test_figures_are_those_of_records():
     """Every ratio in README names a record; `make figures` stores records and updates README."""
     readme, stored = (ROOT / "README.md").read_text(), json.loads(figures.STORED.read_text())
-    assert figures.told(readme, stored) == (readme, [])
+    assert figures.filled(readme, stored) == (readme, [])
 
 
 def test_figures_that_no_record_has_are_told_and_put_right(tmp_path):
@@ -90,16 +90,16 @@ def test_figures_that_no_record_has_are_told_and_put_right(tmp_path):
         "**1.15 (1.09-1.23)**<!-- run self/plain -->, 1.16 (1.09 to 1.24)"
         "<!-- run self/plain:decode --> and 1,134<!-- run self --> at T = 0.80, since 2.13"
     )
-    assert figures.told(right, stored) == (right, [])
+    assert figures.filled(right, stored) == (right, [])
     wrong = right.replace("1.09-", "1.08-").replace("1,134", "999")
-    assert figures.told(wrong, stored)[0] == right
+    assert figures.filled(wrong, stored)[0] == right
     for text, words in (
         ("1.16 (1.09-1.23)<!-- run self/plain -->", "README says 1.16 1.09 1.23, records"),
         ("1.15 (1.08-1.23)<!-- run self/plain -->", "records ['1.15', '1.09', '1.23']"),
         ("1.15<!-- other self/plain -->", "other self/plain: README says 1.15, records none"),
         ("1.15 (1.09-1.23), all", "1.15 (1.09-1.23) names no record"),
     ):
-        _, [line] = figures.told(text, stored)
+        _, [line] = figures.filled(text, stored)
         assert words in line
 
 

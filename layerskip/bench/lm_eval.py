@@ -90,8 +90,8 @@ class LayerSkipLM(HFLM):  # type: ignore[misc]
             law = how if how.get("do_sample") else {}
             tasks.append(TextRequest(prompt, most, seed=self._seed + number, stop=stop, **law))
         texts = []
-        told = self._ask(tasks, "generate_until", disable_tqdm)
-        for request, pieces, strings in zip(requests, told, stops, strict=True):
+        answers = self._ask(tasks, "generate_until", disable_tqdm)
+        for request, pieces, strings in zip(requests, answers, stops, strict=True):
             text = self.tok_decode([token for piece in pieces for token in piece.tokens])
             texts.append(utils.postprocess_generated_text(text, strings, self.think_end_token))
             self.cache_hook.add_partial("generate_until", request.args, texts[-1])
@@ -107,11 +107,11 @@ class LayerSkipLM(HFLM):  # type: ignore[misc]
             first = len(tokens) - len(continuation)
             tasks.append(TextRequest(tokens, 1, top_logprobs=1, prompt_logprobs=first))
         scores = []
-        told = self._ask(tasks, "loglikelihood", disable_tqdm)
-        for (pair, _, continuation), pieces in zip(requests, told, strict=True):
-            each = [told for piece in pieces for told in piece.prompt_logprobs]
-            own = [told[token] for token, told in zip(continuation, each, strict=True)]
-            greedy = all(one == max(told.values()) for one, told in zip(own, each, strict=True))
+        answers = self._ask(tasks, "loglikelihood", disable_tqdm)
+        for (pair, _, continuation), pieces in zip(requests, answers, strict=True):
+            each = [values for piece in pieces for values in piece.prompt_logprobs]
+            own = [values[token] for token, values in zip(continuation, each, strict=True)]
+            greedy = all(one == max(some.values()) for one, some in zip(own, each, strict=True))
             scores.append((sum(own), greedy))
             if pair is not None:
                 self.cache_hook.add_partial("loglikelihood", pair, scores[-1])
@@ -119,7 +119,7 @@ class LayerSkipLM(HFLM):  # type: ignore[misc]
 
     def _ask(self, tasks: Sequence[TextRequest], what: str, quiet: bool) -> list[list[Piece]]:
         """Run requests and collect their pieces; common prefixes are adjacent, to share caches."""
-        told: list[list[Piece]] = [[] for _ in tasks]
+        answers: list[list[Piece]] = [[] for _ in tasks]
         with tqdm(total=len(tasks), desc=f"Running {what} requests", disable=quiet) as bar:
 
             def tell(pieces: list[Piece], piece: Piece) -> None:
@@ -127,15 +127,15 @@ class LayerSkipLM(HFLM):  # type: ignore[misc]
                 bar.update(piece.reason is not None)
 
             for task, pieces in sorted(
-                zip(tasks, told, strict=True), key=lambda each: [*each[0].prompt]
+                zip(tasks, answers, strict=True), key=lambda each: [*each[0].prompt]
             ):
                 self._serving.submit(task, partial(tell, pieces))
             while self._serving.step():
                 pass
-        for pieces in told:
+        for pieces in answers:
             if pieces[-1].reason == "error":
                 raise RuntimeError(f"a text could not be finished: {pieces[-1].error}")
-        return told
+        return answers
 
 
 if __name__ == "__main__":

@@ -258,8 +258,8 @@ def _record(
 def _note(talk: Talk, began: float, what: str, share: float) -> None:
     """Show what is being measured and an estimate of the time left."""
     left = (time.monotonic() - began) * (1 - share) / share if share else 0.0
-    told = f", {left / 60:.0f} min left" if left > 90 else f", {left:.0f} s left" if left else ""
-    talk.progress(f"{share:4.0%}{told}: {what}")
+    rest = f", {left / 60:.0f} min left" if left > 90 else f", {left:.0f} s left" if left else ""
+    talk.progress(f"{share:4.0%}{rest}: {what}")
 
 
 def _kinds(given: Sequence[str] | None, assistant: str | None) -> set[str]:
@@ -278,16 +278,16 @@ def _kinds(given: Sequence[str] | None, assistant: str | None) -> set[str]:
 def _table(rows: Sequence[dict[str, Any]]) -> str:
     """Format the main numbers: one line per method, speedups with their 95% intervals."""
     places = {"batch": "batch_size", "context": "context", "task": "task"}
-    told = [name for name, key in places.items() if len({row[key] for row in rows}) > 1]
+    varying = [name for name, key in places.items() if len({row[key] for row in rows}) > 1]
     over = list(dict.fromkeys(name for row in rows for name in row["speedups"]))
-    head = ["method", *told, "tokens/s", *(f"x {name}" for name in over)]
+    head = ["method", *varying, "tokens/s", *(f"x {name}" for name in over)]
     lines = [[*head, "accepted", "same text"]]
     for row in rows:
-        line = [row["method"], *(str(row[places[name]]) for name in told)]
+        line = [row["method"], *(str(row[places[name]]) for name in varying)]
         line.append(f"{row['tokens_per_second']:.1f}")
         for name in over:
             speedup, low, high = row["speedups"].get(name, (None, None, None))
             line.append(ratio(speedup, None if row["method"] == name else low, high))
         rate = row["acceptance_rate"]
         lines.append([*line, "-" if rate is None else f"{rate:.2f}", same_texts(row)])
-    return aligned(lines, keys=1 + len(told))
+    return aligned(lines, keys=1 + len(varying))

@@ -259,13 +259,13 @@ class Conversation:
         limit = getattr(config, "max_position_embeddings", None) or sys.maxsize
         ids = inputs["input_ids"][0].tolist()
         room = max(1, min(self.max_new_tokens, limit - len(ids)))
-        told = reading(self.talk)
+        show = reading(self.talk)
         with _interrupts() as interrupted:
 
             def progress(done: int, whole: int) -> None:
                 if interrupted():
                     raise KeyboardInterrupt
-                told(done, whole)
+                show(done, whole)
 
             output = self.session.generate(
                 inputs,

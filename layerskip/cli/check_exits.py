@@ -39,7 +39,7 @@ def show_exits(
     from layerskip.bench.methods import Task
     from layerskip.search.exits import POSITIONS, check_exits
 
-    def told(what: str, share: float) -> None:
+    def progress(what: str, share: float) -> None:
         if talk.live:
             talk.progress(f"{bar(share)} {what}")
 
@@ -47,7 +47,7 @@ def show_exits(
     ids = [encode(loaded.tokenizer, each) for each in chosen]
     task = Task(max_new_tokens, True, TEMPERATURE, seed=seed, execution=loading.execution)
     with open_passes(loaded, loading, talk) as opened:
-        drafts = check_exits(loaded.model, ids, task, progress=told)
+        drafts = check_exits(loaded.model, ids, task, progress=progress)
         record = {"model": loaded.name, "passes": opened.describe(), **task.law, "drafts": drafts}
     talk.progress("")
     best = max(drafts, key=_gain)

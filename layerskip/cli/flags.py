@@ -450,5 +450,5 @@ def warn_idle(flags: dict[str, Any], reason: str) -> None:
     """Warn about each flag that was given but has no effect. False stands for the `--no-` form."""
     for name, value in flags.items():
         if value is not None:
-            told = f"{'no-' if value is False else ''}{name.replace('_', '-')}"
-            warnings.warn(f"--{told} has no effect {reason}", stacklevel=2)
+            flag_name = f"{'no-' if value is False else ''}{name.replace('_', '-')}"
+            warnings.warn(f"--{flag_name} has no effect {reason}", stacklevel=2)

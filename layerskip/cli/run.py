@@ -264,7 +264,7 @@ def _hash(*parts: Any) -> str:
 
 def sampled_files(place: Path) -> list[Any]:
     """Names, sizes and partial hashes of the checkpoint files that determine its texts."""
-    told: list[Any] = []
+    sampled: list[Any] = []
     files = [place] if place.is_file() else sorted(place.iterdir())
     for path in (each for each in files if each.suffix in _READ or each == place):
         if path.name == "layerskip.json":  # affects only how to draft
@@ -275,8 +275,8 @@ def sampled_files(place: Path) -> list[Any]:
             for number in range(_SAMPLES):
                 file.seek(size * number // _SAMPLES)
                 digest.update(file.read(_SAMPLED))
-        told.append([path.name, size, digest.hexdigest()])
-    return told
+        sampled.append([path.name, size, digest.hexdigest()])
+    return sampled
 
 
 def _device(name: str) -> str:

@@ -33,7 +33,7 @@ class Talk:
     def __init__(self, quiet: bool, now: Callable[[], float] = time.monotonic) -> None:
         self.quiet = quiet
         self.live = sys.stderr.isatty() and not quiet
-        self._now, self._told, self._stage = now, now(), ""
+        self._now, self._shown_at, self._stage = now, now(), ""
 
     def say(self, text: str) -> None:
         """Print a line that stays."""
@@ -51,23 +51,23 @@ class Talk:
             print(f"\r\033[K{text[: width() - 1]}", end="", file=sys.stderr, flush=True)
         elif text and not self.quiet:
             stage = next((word for word in text.split() if word.isalpha()), "")
-            silent = self._now() - self._told
+            silent = self._now() - self._shown_at
             if silent >= (EVERY if stage == self._stage else SOON):
                 print(text.strip(), file=sys.stderr, flush=True)
-                self._told, self._stage = self._now(), stage
+                self._shown_at, self._stage = self._now(), stage
 
 
 def reading(talk: Talk, now: Callable[[], float] = time.monotonic) -> Callable[[int, int], None]:
     """Return a callback that shows a progress bar while a long prompt is read."""
     began = now()
 
-    def told(done: int, whole: int) -> None:
+    def show(done: int, whole: int) -> None:
         if not talk.live or now() - began < PATIENCE:
             return
         shown = f"reading {bar(done / whole)} {done} of {whole} tokens"
         talk.progress(shown if done < whole else "")
 
-    return told
+    return show
 
 
 def bar(share: float) -> str:

@@ -71,10 +71,10 @@ class RecordedTarget:
         step, tables = drafts.num_steps, self.drafts[ask.source]
         self._source = ask.source
         places = [(tables[row], self._start(row)) for row in rows]
-        told = "margins" if ask.signal == "margin" else "confidences"
+        kind = "margins" if ask.signal == "margin" else "confidences"
         return StepResult(
             [[draft.tokens[start][step]] for draft, start in places],
-            [getattr(draft, told)[start][step] for draft, start in places],
+            [getattr(draft, kind)[start][step] for draft, start in places],
         )
 
     def verify(

@@ -205,22 +205,22 @@ class TreeGain(ExpectedGain):
         None: it was none of the best ones.
         """
         confidence_bin = bin_of(confidence)
-        self._told.add(row)
+        self._ranked.add(row)
         self._drafting.acceptance.observe(confidence_bin, rank == 0)
         if rank != 0:
             self._later[self._round.source or 0].observe(confidence_bin, rank)
 
     def _learn_steps(self, row: int, drafted: int, accepted: int) -> None:
-        if row not in self._told:  # otherwise `see_rank` has counted its positions
+        if row not in self._ranked:  # otherwise `see_rank` has counted its positions
             super()._learn_steps(row, drafted, accepted)
 
     def _count(self, row: int, drafted: int) -> None:
-        if row not in self._told:  # otherwise `widen` has counted
+        if row not in self._ranked:  # otherwise `widen` has counted
             super()._count(row, drafted)
 
     def _end_round(self) -> None:
         super()._end_round()
-        self._told: set[int] = set()  # rows for which `see_rank` was called in this round
+        self._ranked: set[int] = set()  # rows for which `see_rank` was called in this round
 
 
 class LaterAcceptance:

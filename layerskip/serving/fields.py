@@ -1,6 +1,6 @@
 """The fields of requests as OpenAI's clients send them, with checks.
 
-Fields without effect here are told in the log; other unsupported ones are refused by name.
+Fields without effect here are logged; other unsupported ones are refused by name.
 """
 
 from __future__ import annotations

@@ -191,7 +191,7 @@ class _Running:
         self._serving, self._counted = serving, counted
         self._loop = asyncio.get_running_loop()
         # By text, the piece not yet sent to the client; a slow reader gets larger pieces.
-        self._told: dict[int, Piece] = {}
+        self._pending: dict[int, Piece] = {}
         self._news = asyncio.Event()
         self._texts: dict[int, Text] = {}
 
@@ -208,8 +208,8 @@ class _Running:
         self._loop.call_soon_threadsafe(self._put, index, piece)
 
     def _put(self, index: int, piece: Piece) -> None:
-        before = self._told.get(index)
-        self._told[index] = piece if before is None else before.then(piece)
+        before = self._pending.get(index)
+        self._pending[index] = piece if before is None else before.then(piece)
         self._news.set()
 
     async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
@@ -220,9 +220,9 @@ class _Running:
         """
         while self._texts:
             await self._news.wait()
-            index = next(iter(self._told))
-            piece = self._told.pop(index)
-            if not self._told:
+            index = next(iter(self._pending))
+            piece = self._pending.pop(index)
+            if not self._pending:
                 self._news.clear()
             if piece.reason in ("error", "cancelled"):
                 _log.error("a text has ended early: %s", piece.error or piece.reason)

@@ -149,12 +149,12 @@ class Text(Seat):
             self.piece.prompt_logprobs += self._largest(raw[: len(tokens)], tokens)
 
     def _largest(self, scores: Tensor, tokens: Sequence[int]) -> list[dict[int, float]]:
-        told, dtype = [], torch.promote_types(scores.dtype, torch.float32)
+        reported, dtype = [], torch.promote_types(scores.dtype, torch.float32)
         for token, row in zip(tokens, scores.log_softmax(-1, dtype=dtype), strict=True):  # (V,)
             top = row.topk(min(self.request.top_logprobs or 0, len(row)))
             each = dict(zip(top.indices.tolist(), top.values.tolist(), strict=True))
-            told.append({token: float(row[token])} | each)
-        return told
+            reported.append({token: float(row[token])} | each)
+        return reported
 
     def forced(self) -> ForcedRow | None:
         stateful = self.law.stateful

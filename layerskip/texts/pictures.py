@@ -86,9 +86,9 @@ def encode_pictures(
         template: further arguments of the chat template.
     """
     # Some templates accept only content in parts.
-    told = [{**each, "content": [*parts_of(each)]} for each in messages]
+    in_parts = [{**each, "content": [*parts_of(each)]} for each in messages]
     how = {"add_generation_prompt": True, **template, "tokenize": False}
-    text = processor.apply_chat_template(told, **how)
+    text = processor.apply_chat_template(in_parts, **how)
     begin = processor.tokenizer.bos_token
     has_it = begin is not None and text.startswith(begin)  # else the processor adds the token
     special = {"add_special_tokens": False} if has_it else {}

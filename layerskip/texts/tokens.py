@@ -76,7 +76,7 @@ class Detokenizer:
     def __init__(self, tokenizer: Any, keep: AbstractSet[int] = NONE) -> None:
         self._tokenizer, self._keep = tokenizer, keep
         self._tokens: list[int] = []  # from the last complete characters on
-        self._told = 0  # number of these tokens whose text has been returned
+        self._returned = 0  # number of these tokens whose text has been returned
 
     def put(self, tokens: Sequence[int]) -> str:
         """Return the text that these tokens add, up to the last complete character."""
@@ -84,16 +84,16 @@ class Detokenizer:
         new = self._new()
         if not new or new.endswith("\ufffd"):
             return ""
-        self._tokens = self._tokens[self._told :]
-        self._told = len(self._tokens)
+        self._tokens = self._tokens[self._returned :]
+        self._returned = len(self._tokens)
         return new
 
     def end(self) -> str:
         """Return the text that was held back."""
         new = self._new()
-        self._tokens, self._told = [], 0
+        self._tokens, self._returned = [], 0
         return new
 
     def _new(self) -> str:
-        told = decode_text(self._tokenizer, self._tokens[: self._told], self._keep)
-        return decode_text(self._tokenizer, self._tokens, self._keep)[len(told) :]
+        before = decode_text(self._tokenizer, self._tokens[: self._returned], self._keep)
+        return decode_text(self._tokenizer, self._tokens, self._keep)[len(before) :]

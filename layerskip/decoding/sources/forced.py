@@ -46,9 +46,9 @@ class ForcedRow:
 
     def find(self, longest: int) -> Proposal:
         """The tokens that must come next, at most `longest`."""
-        told: list[list[int]] = [each.forced() for each in self._states if hasattr(each, "forced")]
-        tokens = max(told, key=len, default=[])[:longest]
-        if len(told) < len(self._states):
+        found: list[list[int]] = [each.forced() for each in self._states if hasattr(each, "forced")]
+        tokens = max(found, key=len, default=[])[:longest]
+        if len(found) < len(self._states):
             tokens = tokens or self._by_masks(longest)
         return Proposal.of(tokens, _SURE) if tokens else NOTHING
 

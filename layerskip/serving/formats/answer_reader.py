@@ -47,7 +47,7 @@ class Reader:
         self._inside = inside and reasoning is not None
         self._call: Call | None = None
         self._mark = ""  # of the current call
-        self._told: int | None = None  # number of reported characters of its arguments
+        self._reported: int | None = None  # number of reported characters of its arguments
         self._between = False  # after a call, perhaps before another
         self._begun = False  # whether there is content other than spaces before or between calls
         self._fresh = False  # whether spaces that come now are not content
@@ -112,7 +112,7 @@ class Reader:
         self._tell(deltas, at, keep=False, last=False)
         self._mark, self._text, self._inside = mark, rest, not call
         if call and self._format is not None:
-            self._call, self._told = self._format.call(), None
+            self._call, self._reported = self._format.call(), None
         return True
 
     def _tell(self, deltas: list[Delta], count: int, *, keep: bool, last: bool) -> None:
@@ -140,15 +140,15 @@ class Reader:
                 deltas.append({"content": shown})
                 self._text, self._call, self._begun = rest, None, True
             return ended
-        told: Delta = {"index": self.calls, "function": {}}
-        if self._told is None:
-            told |= {"id": f"call_{secrets.token_hex(12)}", "type": "function"}
-            told["function"]["name"] = call.name
-        new = call.arguments[self._told or 0 :]
-        if new or self._told is None:
-            told["function"]["arguments"] = new
-            deltas.append({"tool_calls": [told]})
-        self._told = len(call.arguments)
+        delta: Delta = {"index": self.calls, "function": {}}
+        if self._reported is None:
+            delta |= {"id": f"call_{secrets.token_hex(12)}", "type": "function"}
+            delta["function"]["name"] = call.name
+        new = call.arguments[self._reported or 0 :]
+        if new or self._reported is None:
+            delta["function"]["arguments"] = new
+            deltas.append({"tool_calls": [delta]})
+        self._reported = len(call.arguments)
         if call.rest is not None or last:
             self._text, self._call, self._begun = call.rest or "", None, False
             self._between, self.calls = True, self.calls + 1
@@ -159,7 +159,7 @@ class Reader:
         assert self._format is not None
         if follows := re.match(self._format.between, self._text):
             self._mark, self._text = follows[0], self._text[follows.end() :]
-            self._call, self._told = self._format.call(), None
+            self._call, self._reported = self._format.call(), None
             return True
         if not last and not self._text.strip(", ;\n"):
             return False

@@ -28,15 +28,15 @@ class _Call(Call):
         if named is None:
             return
         parts[0] = parts[0][named.end() :]
-        told = "".join(
+        arguments = "".join(
             json.dumps(part, ensure_ascii=False) if number % 2 else _WORD.sub(_as_key, part)
             for number, part in enumerate(parts[: last + 1])
         )
         try:
-            _, length = _DECODER.raw_decode(told)
+            _, length = _DECODER.raw_decode(arguments)
         except (ValueError, RecursionError):  # perhaps thousands of brackets
             return
-        self.name, self.arguments = named[1], told[:length]
+        self.name, self.arguments = named[1], arguments[:length]
 
 
 _WORD = re.compile(r"([^{}\[\],:]+)(:?)")
