@@ -3,7 +3,7 @@
 import functools
 
 import torch
-from models import VOCABULARY, Erratic
+from models import VOCABULARY, Erratic, ragged, require
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -100,6 +100,7 @@ def small_model(kind, seed=0, **more):
 
     It uses the first entry of `_TRIES` that the configuration accepts.
     """
+    require(kind)
     made = CONFIG_MAPPING[kind]
     values = _values(made())
     for name, value in _MORE.get(kind, {}).items():
@@ -158,6 +159,29 @@ def decoded(model, inputs, *, sample=False, **how):
         do_sample=sample,
         return_dict_in_generate=True,
     )
+
+
+def inputs(kind, batch):
+    """Prompts and their mask, (B, W) each: on the left, or, for an encoder, on the right."""
+    ids, mask = ragged(BATCHES[batch], seed=3)
+    if small_model(kind).config.is_encoder_decoder:
+        for row, length in enumerate(mask.sum(-1).tolist()):
+            ids[row], mask[row] = ids[row].roll(length), mask[row].roll(length)
+    return ids, mask
+
+
+@functools.cache
+def greedy(kind, batch):
+    """New tokens of the library's own greedy decoding, of prompts that no encoder reads alone."""
+    model, (ids, mask) = small_model(kind), inputs(kind, batch)
+    if not model.config.is_encoder_decoder:
+        return alone(model, ids, mask)
+    how = {"attention_mask": mask, "max_new_tokens": NEW_TOKENS, "do_sample": False}
+    return model.generate(ids, **how)[:, 1:].tolist()
+
+
+def decode(kind, batch, **settings):
+    return decoded(small_model(kind), inputs(kind, batch), **settings)
 
 
 def every_draft(model, *own):

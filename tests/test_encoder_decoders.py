@@ -1,7 +1,6 @@
 """Encoder-decoders: the tokens of `transformers`, with drafts looked up in the encoder's text."""
 
 import copy
-import functools
 import json
 import random
 from types import SimpleNamespace
@@ -11,7 +10,7 @@ import pytest
 import torch
 from checkpoints import save_checkpoint, tiny_tokenizer
 from commands import PROMPT, document, refused, run
-from marks import slow, thorough
+from marks import thorough
 from models import VOCABULARY, Erratic, prompt, pure, ragged, tiny_model
 from servers import running
 from small import (
@@ -20,8 +19,11 @@ from small import (
     EIGHT,
     NEW_TOKENS,
     alone,
+    decode,
     decoded,
     every_draft,
+    greedy,
+    inputs,
     new_tokens,
     small_model,
 )
@@ -42,52 +44,6 @@ from layerskip.serving.openai_api import Served
 from layerskip.serving.requests import TextRequest
 from layerskip.serving.scheduler import Serving
 
-FAMILIES = ["t5", "t5gemma", "t5gemma2", "bart", *slow("umt5", "mbart", "pegasus", "marian")]
-
-
-def texts(batch):
-    """The encoder's texts, padded on the right, as by their tokenizers."""
-    ids, mask = ragged(BATCHES[batch], seed=3)
-    lengths = mask.sum(-1).tolist()
-    for row, length in enumerate(lengths):
-        ids[row] = ids[row].roll(length)
-        mask[row] = mask[row].roll(length)
-    return ids, mask
-
-
-@functools.cache
-def reference(family, batch):
-    """New tokens of the library's own greedy decoding."""
-    ids, mask = texts(batch)
-    how = {"attention_mask": mask, "max_new_tokens": NEW_TOKENS, "do_sample": False}
-    return small_model(family).generate(ids, **how)[:, 1:].tolist()
-
-
-def decode(family, batch, **settings):
-    return decoded(small_model(family), texts(batch), **settings)
-
-
-@pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_draft_gives_the_tokens_of_transformers(family, batch):
-    expected = reference(family, batch)
-    assert sublayers_of(small_model(family)).encoder
-    assert len({token for row in reference(family, "ragged") for token in row}) > 2
-    assert new_tokens(decode(family, batch, enabled=False)) == expected
-    for settings in every_draft(small_model(family), EIGHT):
-        out = decode(family, batch, **settings)
-        assert new_tokens(out) == expected
-        assert out.stats.num_draft_tokens > 0 or "skip" not in settings
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_sampled_text_is_that_of_plain_decoding_whatever_drafts(family):
-    how = {"sample": True, "seeds": (11, 12, 13)}
-    expected = new_tokens(decode(family, "ragged", enabled=False, **how))
-    assert len({*map(tuple, expected)}) == 3
-    for settings in every_draft(small_model(family), EIGHT):
-        assert new_tokens(decode(family, "ragged", **how, **settings)) == expected
-
 
 @pytest.mark.parametrize("family", ["m2m_100", "seamless_m4t_v2"])
 def test_pads_in_a_text_are_counted_as_one_by_one(family):
@@ -99,7 +55,7 @@ def test_pads_in_a_text_are_counted_as_one_by_one(family):
         scores[:, 0] += 9 * (input_ids.shape[1] % 3 == 0)
         return scores
 
-    model, (ids, mask) = small_model(family), texts("ragged")
+    model, (ids, mask) = small_model(family), inputs(family, "ragged")
     how = {"attention_mask": mask, "max_new_tokens": NEW_TOKENS, "logits_processor": [often]}
     want = model.generate(ids, **how)
     assert (want == 0).sum() >= 3
@@ -137,13 +93,13 @@ def test_drafts_are_looked_up_in_what_the_encoder_read():
         state.commit(row, emitted[row], 0)
     assert state.offer(0, 2).tokens == [9, 10]
     assert state.offer(1, 2).tokens == []
-    assert new_tokens(decode("t5", "one", lookup=Lookup())) == reference("t5", "one")
+    assert new_tokens(decode("t5", "one", lookup=Lookup())) == greedy("t5", "one")
 
 
 def test_rows_end_and_leave_with_what_their_encoder_read():
     """When a finished row is dropped, so is its row of the encoder's states."""
-    ids, mask = texts("ragged")
-    model, expected = small_model("t5"), reference("t5", "ragged")
+    ids, mask = inputs("t5", "ragged")
+    model, expected = small_model("t5"), greedy("t5", "ragged")
     ends = sorted({tokens[2] for tokens in expected[:2]})
     how = {"attention_mask": mask, "max_new_tokens": NEW_TOKENS, "eos_token_id": ends}
     want = model.generate(ids, **how)
@@ -155,7 +111,7 @@ def test_rows_end_and_leave_with_what_their_encoder_read():
 
 
 def test_several_texts_may_be_drawn_for_what_was_read_once():
-    ids, mask = texts("ragged")
+    ids, mask = inputs("t5", "ragged")
     how = {"attention_mask": mask, "do_sample": True, "num_return_sequences": 2}
     decoding = LayerSkipDecoding(costs=COSTS, seed=5)
     out = small_model("t5").generate(ids, custom_generate=decoding, max_new_tokens=8, **how)
@@ -168,7 +124,7 @@ def test_several_texts_may_be_drawn_for_what_was_read_once():
 
 
 def test_a_decoder_may_begin_with_tokens_of_the_callers():
-    ids, mask = texts("ragged")
+    ids, mask = inputs("t5", "ragged")
     begin = torch.tensor([[1, 11, 12]]).repeat(3, 1)
     how = {"attention_mask": mask, "decoder_input_ids": begin, "max_new_tokens": 8}
     expected = small_model("bart").generate(ids, **how)
@@ -213,7 +169,7 @@ def test_a_t5gemma_drafts_with_its_decoders_sublayers(draft, batch):
     few = {"draft_vocabulary": range(2, 70)} if draft == "few of the head" else {}
     settings = {"skip": SKIPS[draft], "controller": Erratic(), "max_draft_length": 5, **few}
     out = decode("t5gemma", batch, **settings)
-    assert new_tokens(out) == reference("t5gemma", batch)
+    assert new_tokens(out) == greedy("t5gemma", batch)
     assert out.stats.num_draft_tokens > 0
 
 
@@ -251,12 +207,12 @@ def test_a_decoder_alone_may_draft_for_an_encoder_decoder():
         "controller": Erratic(),
     }
     out = decode("t5", "ragged", max_draft_length=4, **decoding)
-    assert new_tokens(out) == reference("t5", "ragged")
+    assert new_tokens(out) == greedy("t5", "ragged")
     assert out.stats.num_draft_tokens > 0
 
 
 def test_costs_are_measured_with_what_the_first_row_read():
-    ids, mask = texts("ragged")
+    ids, mask = inputs("t5", "ragged")
     how = {"attention_mask": mask, "max_new_tokens": 8}
     expected = small_model("t5").generate(ids, **how)
     out = layerskip.generate(small_model("t5"), {"input_ids": ids}, **how)

@@ -1,53 +1,20 @@
 """Models with recurrent layers: the same tokens as `transformers`, whatever drafts."""
 
 import copy
-import functools
 
 import pytest
 import torch
-from marks import slow, thorough
-from models import Erratic, prompt, ragged, require
-from small import BATCHES, EIGHT, NEW_TOKENS, alone, decoded, every_draft, new_tokens, small_model
+from marks import thorough
+from models import Erratic, prompt
+from small import EIGHT, NEW_TOKENS, every_draft, small_model
 from talks import finished, said
 
 import layerskip
 from layerskip.api.session import Session
-from layerskip.cache.recurrent import SERVED
 from layerskip.decoding.sources.assistant import state_bytes
 from layerskip.model.opened_models import sublayers_of
 from layerskip.serving.requests import TextRequest
 from layerskip.serving.scheduler import Serving
-
-_QUICK = ("falcon_h1", "lfm2", "mamba", "qwen3_next")
-KINDS = [*_QUICK, *slow(*(kind for kind in sorted(SERVED) if kind not in _QUICK))]
-
-
-@functools.cache
-def model_of(kind):
-    require(kind)
-    return small_model(kind)
-
-
-@pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_draft_gives_the_tokens_of_transformers(kind, batch):
-    model, inputs = model_of(kind), ragged(BATCHES[batch], seed=3)
-    want = alone(model, *inputs)
-    assert sublayers_of(model).execution == "whole"
-    assert new_tokens(decoded(model, inputs, enabled=False)) == want
-    for settings in every_draft(model, EIGHT):
-        out = decoded(model, inputs, **settings)
-        assert new_tokens(out) == want
-        assert out.stats.num_draft_tokens > 0 or settings == {"lookup": True}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_sampled_text_is_that_of_plain_decoding_whatever_drafts(kind):
-    model, inputs = model_of(kind), ragged(BATCHES["ragged"], seed=3)
-    how = {"sample": True, "seeds": (11, 12, 13)}
-    want = new_tokens(decoded(model, inputs, enabled=False, **how))
-    for settings in every_draft(model, EIGHT):
-        assert new_tokens(decoded(model, inputs, **how, **settings)) == want
 
 
 @pytest.mark.parametrize("kind", [*thorough("falcon_h1"), "mamba"])
@@ -64,7 +31,7 @@ def test_long_prompts_and_many_rejected_drafts(kind):
 
 @pytest.mark.parametrize("kind", ["falcon_h1", *thorough("mamba")])
 def test_sessions_keep_states_where_texts_end_and_where_they_part(kind):
-    model = copy.deepcopy(model_of(kind))
+    model = copy.deepcopy(small_model(kind))
     session = Session(model, memory=1 << 24)
 
     def known(ids, **how):
@@ -89,7 +56,7 @@ def test_sessions_keep_states_where_texts_end_and_where_they_part(kind):
 
 
 def test_a_text_whose_last_drafts_were_rejected_is_kept_up_to_the_state_before():
-    model, ids = model_of("falcon_h1"), prompt(30)
+    model, ids = small_model("falcon_h1"), prompt(30)
     session = Session(model, memory=1 << 24)
     wrong = layerskip.Lookup([[*range(2, 97)] * 2])
     how = {"lookup": wrong, "controller": "fixed", "max_draft_length": 5}
@@ -108,7 +75,7 @@ def _drafts(model):
 
 @pytest.mark.parametrize("kind", [*thorough("falcon_h1"), "mamba"])
 def test_servers_keep_states_of_prompts_and_turns(kind):
-    model = model_of(kind)
+    model = small_model(kind)
     serving = Serving(model, max_rows=2, lookup=False, skip=EIGHT, controller=Erratic(2))
     assert serving._batch.passes.nbytes(1, 0) >= state_bytes(sublayers_of(model)) > 0
 

@@ -1,6 +1,5 @@
-"""Models that run whole: the same tokens as `transformers`, and what is refused."""
+"""Models that run whole, with recurrent layers or an encoder, too: the tokens of `transformers`."""
 
-import functools
 import gc
 import re
 import weakref
@@ -10,11 +9,23 @@ import small
 import torch
 from marks import slow
 from models import Erratic, LowRank, prompt, ragged, tiny_model
-from small import BATCHES, COSTS, EIGHT, NEW_TOKENS, alone, decoded, new_tokens, small_model
+from small import (
+    BATCHES,
+    COSTS,
+    EIGHT,
+    NEW_TOKENS,
+    alone,
+    decode,
+    decoded,
+    greedy,
+    new_tokens,
+    small_model,
+)
 from transformers import AutoConfig
 
 import layerskip
 from layerskip import LayerSkipDecoding, SkipConfig
+from layerskip.cache.recurrent import SERVED
 from layerskip.config.skips import LowPrecision
 from layerskip.families.wrappers import UnsupportedModelError
 from layerskip.model.opened_models import open_model, sublayers_of
@@ -28,16 +39,9 @@ _SLOW = """
     helium mpt nemotron olmo olmoe opt persimmon phimoe qwen2_moe stablelm starcoder2
 """
 FAMILIES = [*_QUICK, *slow(*_SLOW.split())]
-
-
-@functools.cache
-def reference(family, batch):
-    """New tokens of the library's own greedy decoding of each prompt alone."""
-    return alone(small_model(family), *ragged(BATCHES[batch], seed=3))
-
-
-def decode(family, batch, **settings):
-    return decoded(small_model(family), ragged(BATCHES[batch], seed=3), **settings)
+_RECURRENT = ("falcon_h1", "lfm2", "mamba", "qwen3_next")
+RECURRENT = [*_RECURRENT, *slow(*(kind for kind in sorted(SERVED) if kind not in _RECURRENT))]
+ENCODERS = ["t5", "t5gemma", "t5gemma2", "bart", *slow("umt5", "mbart", "pegasus", "marian")]
 
 
 def drafts_of(family):
@@ -47,18 +51,21 @@ def drafts_of(family):
 
 
 @pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *RECURRENT, *ENCODERS])
 def test_every_draft_gives_the_tokens_of_transformers(family, batch):
-    expected = reference(family, batch)
-    assert isinstance(sublayers_of(small_model(family)), Whole)
+    expected = greedy(family, batch)
+    opened = sublayers_of(small_model(family))
+    encodes = small_model(family).config.is_encoder_decoder
+    assert opened.encoder if encodes else isinstance(opened, Whole)
+    assert len({token for row in expected for token in row}) > 2
     assert new_tokens(decode(family, batch, enabled=False)) == expected
     for settings in drafts_of(family):
         out = decode(family, batch, **settings)
         assert new_tokens(out) == expected
-        assert out.stats.num_draft_tokens > 0
+        assert out.stats.num_draft_tokens > 0 or settings == {"lookup": True}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *RECURRENT, *ENCODERS])
 def test_sampled_text_is_that_of_plain_decoding_whatever_drafts(family):
     how = {"sample": True, "seeds": (11, 12, 13)}
     expected = new_tokens(decode(family, "ragged", enabled=False, **how))
@@ -155,7 +162,7 @@ def test_drafts_that_need_sublayers_are_refused(family, draft, reason):
 def test_a_draft_with_a_rounded_head_alone_goes_on_from_the_exact_states():
     head = SkipConfig(low=LowPrecision(attention=(), mlp=()))
     out = decode("phi", "ragged", skip=head, controller="fixed", max_draft_length=3)
-    assert new_tokens(out) == reference("phi", "ragged")
+    assert new_tokens(out) == greedy("phi", "ragged")
     assert out.stats.acceptance_rate > 0.5
 
 
@@ -183,7 +190,7 @@ def test_searches_and_trained_drafts_are_refused():
 def test_a_draft_vocabulary_has_no_effect_and_says_so():
     with pytest.warns(UserWarning, match="draft_vocabulary has no effect"):
         out = decode("phi", "one", skip=EIGHT, draft_vocabulary=range(40))
-    assert new_tokens(out) == reference("phi", "one")
+    assert new_tokens(out) == greedy("phi", "one")
 
 
 def test_hooks_on_what_is_called_run_and_others_are_refused():
