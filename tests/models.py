@@ -198,6 +198,26 @@ def lively_model(family, **overrides):
     return model
 
 
+def windowed(family, window, *, turn=0, shared=0, **shape):
+    """A lively model of a family and shape, in which every other layer has a window, if any has.
+
+    Args:
+        window: its size.
+        turn: 0 if the first layer has a window, 1 if the second has.
+        shared: the number of layers that read the keys of others, in `gemma4`.
+    """
+    if family not in ("llama", "gemma", "granite", "olmo2", "smollm3"):
+        shape["sliding_window"] = window
+    gemma4, kinds = family.startswith("gemma4"), ("sliding_attention", "full_attention")
+    if gemma4 or family in ("gemma2", "gemma3", "ministral", "olmo3", "qwen2", "qwen3"):
+        kinds = [kinds[(i + turn) % 2] for i in range(shape["num_hidden_layers"])]
+        shape["layer_types"] = [*kinds[:-1], "full_attention"] if gemma4 else kinds
+    if family == "gemma4":
+        shape["vocab_size_per_layer_input"] = shape["vocab_size"]
+        shape["num_kv_shared_layers"] = shared
+    return lively_model(family, **shape)
+
+
 def near(model, noise, seed=1):
     """A copy of a model with noise, which agrees with it often but not always."""
     other = copy.deepcopy(model)

@@ -3,7 +3,6 @@
 That the text and its law are the target's, and replays, are tested in `test_every_kind.py`.
 """
 
-import json
 from contextlib import contextmanager
 
 import pytest
@@ -23,7 +22,6 @@ from layerskip import LayerSkipDecoding
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.passes import Passes
 from layerskip.decoding.sources.official import Official
-from layerskip.files.records import read_run
 from layerskip.library import cache_name
 from layerskip.model.sublayers import Sublayers
 
@@ -229,9 +227,8 @@ def test_the_command_line_takes_a_folder(tmp_path, monkeypatch):
     dtype = torch.float32
     folder = save_checkpoint(tmp_path / "target", target_of("gemma4", WORDS, dtype))
     dense = save_checkpoint(tmp_path / "dense", target_of("gemma4_dense", WORDS, dtype))
-    second, prompts = tmp_path / "second", tmp_path / "prompts.txt"
+    second = tmp_path / "second"
     assistant_of("gemma4", False, WORDS, dtype).save_pretrained(second)
-    prompts.write_text(f"{PROMPT}\n")
     flags = ("--prompt", PROMPT, "--max-new-tokens", 12, "--json")
     plain = document(run("generate", folder, *flags, "--no-draft"))
     drafts = ("--assistant", second, "--controller", "fixed")
@@ -244,19 +241,6 @@ def test_the_command_line_takes_a_folder(tmp_path, monkeypatch):
     beside = document(run("generate", folder, *flags, *drafts))
     assert beside["token_ids"] == plain["token_ids"]
     assert [each["name"] for each in beside["sources"]][:2] == ["lookup", "assistant"]
-    rows = tmp_path / "rows.jsonl"
-    result = run("run", folder, prompts, "--output", rows, *flags[2:4], *drafts, "--no-lookup")
-    [row] = map(json.loads, rows.read_text().splitlines())
-    assert row["token_ids"] == plain["token_ids"], result.output
-    assert row["drafted"] > 0
-    output = tmp_path / "run.jsonl"
-    methods = ("--method", "self-assistant", "--method", "generate-assistant")
-    few = ("--max-new-tokens", 6, "--repeats", 1, "--warmup", 0, "--output", output)
-    asked = ("--prompts", prompts, *few, *methods, "--assistant", second)
-    result = run("benchmark", folder, *asked)
-    assert result.exit_code == 0, result.output
-    _, ours, theirs = read_run(output).header["methods"]
-    assert ours["assistant"] == theirs["assistant"] == str(second)
     assert "drafts for a Gemma 4; load that, and give this one as" in refused(
         "generate", second, "--prompt", PROMPT
     )

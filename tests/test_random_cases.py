@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, assume, given, seed, settings
 from hypothesis import strategies as st
 from kinds import BLOCKS, several, weights_of
 from marks import slow, thorough
-from models import EVERY, VOCABULARY, Erratic, Fickle, lively_model, near, ragged
+from models import EVERY, VOCABULARY, Erratic, Fickle, near, ragged, windowed
 
 from layerskip import LayerSkipDecoding, Lookup, LowPrecision, SkipConfig
 from layerskip.config.registry import CONTROLLERS
@@ -28,7 +28,6 @@ DRAFTS = (
 PLAIN = {"enabled": False}
 seen = Counter()
 
-BY_TYPE = ("gemma2", "gemma3", "ministral", "olmo3", "qwen2", "qwen3")
 SHAPES = (
     {"num_hidden_layers": 2, "num_key_value_heads": 4},
     {"num_hidden_layers": 3, "num_key_value_heads": 1},
@@ -39,20 +38,10 @@ SHAPES = (
 @functools.cache
 def model_of(family, shape, window, vocab_size=VOCABULARY):
     overrides = {**SHAPES[shape], "vocab_size": vocab_size}
-    layers = overrides["num_hidden_layers"]
-    if family not in ("llama", "gemma", "granite", "olmo2", "smollm3"):
-        overrides["sliding_window"] = window
-    if family.startswith("gemma4") or family in BY_TYPE:
-        kinds = ["sliding_attention", "full_attention"]
-        overrides["layer_types"] = [kinds[(i + shape) % 2] for i in range(layers)]
-    if family.startswith("gemma4"):
-        overrides["layer_types"][-1] = "full_attention"
-    if family == "gemma4":
-        overrides["vocab_size_per_layer_input"] = vocab_size
-        overrides["num_kv_shared_layers"] = layers // 2 if shape else 0
     if family in ("qwen2", "phi3") and "hidden_size" in overrides:
         overrides["num_attention_heads"] = 2  # rotation needs an even head width
-    return lively_model(family, **overrides)
+    shared = overrides["num_hidden_layers"] // 2 if shape else 0
+    return windowed(family, window, turn=shape % 2, shared=shared, **overrides)
 
 
 @functools.cache

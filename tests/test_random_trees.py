@@ -15,7 +15,7 @@ import torch
 from guesses import Guesses
 from kinds import BLOCKS, Keeping, skip_of
 from marks import slow
-from models import EVERY, All, Erratic, Fickle, Growing, lively_model, near, ragged
+from models import EVERY, All, Erratic, Fickle, Growing, near, ragged, windowed
 
 from layerskip import LogitLookup, Lookup, SkipConfig
 from layerskip.api.generation import generate
@@ -38,16 +38,8 @@ seen = Counter()
 
 @functools.cache
 def model_of(family, window, dtype):
-    how = {"vocab_size": VOCABULARY, "num_hidden_layers": 4}
-    if family in ("gemma2", "gemma3", "qwen2", "qwen3", "olmo3", "ministral"):
-        how["layer_types"] = ["sliding_attention", "full_attention"] * 2
-    if family.startswith("gemma4"):
-        how["layer_types"] = ["sliding_attention", "full_attention"] * 2
-    if family == "gemma4":
-        how |= {"vocab_size_per_layer_input": VOCABULARY, "num_kv_shared_layers": 2}
-    if family not in ("llama", "gemma", "granite", "olmo2", "smollm3"):
-        how["sliding_window"] = window
-    return lively_model(family, dtype=dtype, **how)
+    how = {"vocab_size": VOCABULARY, "num_hidden_layers": 4, "dtype": dtype}
+    return windowed(family, window, shared=2, **how)
 
 
 @functools.cache
