@@ -92,22 +92,21 @@ def test_a_wrong_line_is_named(tmp_path, line, message):
     assert len(str(caught.value)) < len(str(path)) + 200
 
 
-@pytest.mark.parametrize("content", [b"", b"\n \r\n", b"\xef\xbb\xbf"])
-def test_an_empty_file_is_refused(tmp_path, content):
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        *((empty, "{} are empty") for empty in (b"", b"\n \r\n", b"\xef\xbb\xbf")),
+        (None, "cannot read prompts {}: "),
+        ("caf\xe9".encode("latin-1"), "{}: not UTF-8: .* at byte 3"),
+    ],
+)
+def test_files_that_cannot_be_read_are_named(tmp_path, content, message):
     path = tmp_path / "prompts.txt"
-    path.write_bytes(content)
-    with pytest.raises(ValueError, match=r"prompts\.txt are empty"):
-        read_prompts(path)
-
-
-def test_what_cannot_be_read_is_named(tmp_path):
-    for path in (tmp_path / "missing.jsonl", tmp_path):
-        with pytest.raises(ValueError, match=f"cannot read prompts {path}: "):
-            read_prompts(path)
-    path = tmp_path / "latin.txt"
-    path.write_bytes("caf\xe9".encode("latin-1"))
-    with pytest.raises(ValueError, match=r"latin\.txt: not UTF-8: .* at byte 3"):
-        read_prompts(path)
+    if content is not None:
+        path.write_bytes(content)
+    for file in (path, tmp_path) if content is None else (path,):
+        with pytest.raises(ValueError, match=message.format(file)):
+            read_prompts(file)
 
 
 def test_text_becomes_what_a_user_says():

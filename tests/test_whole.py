@@ -47,7 +47,8 @@ ENCODERS = ["t5", "t5gemma", "t5gemma2", "bart", *slow("umt5", "mbart", "pegasus
 def drafts_of(family):
     """Every draft; in 8 bits only if there are plain linears, which GPT-2 and Falcon lack."""
     model = small_model(family)
-    return small.every_draft(model, *([EIGHT] if [*linears(open_model(model).base)] else []))
+    base = getattr(open_model(model), "base", model)
+    return small.every_draft(model, *([EIGHT] if [*linears(base)] else []))
 
 
 @pytest.mark.parametrize("batch", BATCHES)
@@ -57,7 +58,7 @@ def test_every_draft_gives_the_tokens_of_transformers(family, batch):
     opened = sublayers_of(small_model(family))
     encodes = small_model(family).config.is_encoder_decoder
     assert opened.encoder if encodes else isinstance(opened, Whole)
-    assert len({token for row in expected for token in row}) > 2
+    assert len({token for row in greedy(family, "ragged") for token in row}) > 1
     assert new_tokens(decode(family, batch, enabled=False)) == expected
     for settings in drafts_of(family):
         out = decode(family, batch, **settings)
