@@ -82,8 +82,8 @@ def check(
     ids = [each.id for each in chosen]
     print(_table(report, ids, loaded.tokenizer))
     if as_json:
-        facts = {"model": loaded.name, "passes": passes, "drafts": opened.plan.summary, "seed": seed}
-        print(to_json(facts | report.to_dict()))
+        head = {"model": loaded.name, "passes": passes, "drafts": opened.plan.summary, "seed": seed}
+        print(to_json(head | report.to_dict()))
     if not report.passed:
         raise typer.Exit(1)
 
