@@ -103,7 +103,7 @@ def priced(monkeypatch):
     from layerskip.costs.speculation import CostTable
 
     table = CostTable(0.2, (1.0, 1.1, 1.2))
-    for module in ("api.plan", "bench.plans"):
+    for module in ("api.plan", "bench.suite"):
         monkeypatch.setattr(
             f"layerskip.{module}.cost_tables", lambda _, drafts, __, **___: [table for _ in drafts]
         )

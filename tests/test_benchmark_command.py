@@ -70,7 +70,7 @@ def test_weights_that_are_halves_are_read_as_halves_beside_plain_ones(
     shape = {"hidden_size": 64, "intermediate_size": 96}
     halves = lively_model("llama", dtype=torch.bfloat16, **shape).float()
     folder, output = save_checkpoint(tmp_path / "model", halves), tmp_path / "run.jsonl"
-    monkeypatch.setattr("layerskip.bench.plans.free_memory", lambda: free)
+    monkeypatch.setattr("layerskip.bench.suite.free_memory", lambda: free)
     fixed = ("--max-new-tokens", NEW, "--repeats", 1, "--warmup", 0, "--threads", 1, "--limit", 2)
     given = ("--prompts", tasks / "math.jsonl", *fixed)
     result = run("benchmark", folder, "--output", output, *given)

@@ -129,7 +129,7 @@ LAWS = "layerskip.decoding.laws"
         ("layerskip.api.generation", "import layerskip.search", {"layerskip.search"}),
         ("layerskip.training.exit_model", "from ..cli import main", {"layerskip.cli.main"}),
         ("layerskip.training.exit_model", "from ..replay import trace", set()),
-        ("layerskip.bench.plans", "from ..search import space", {"layerskip.search.space"}),
+        ("layerskip.bench.suite", "from ..search import space", {"layerskip.search.space"}),
         ("layerskip.search", "from ..cli import main", {"layerskip.cli.main"}),
         ("layerskip.search", "from .. import analysis", {"layerskip.analysis"}),
         ("layerskip.search", "from ..bench import runner", set()),

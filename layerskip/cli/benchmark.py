@@ -22,7 +22,7 @@ from layerskip.texts.tokens import decode_text
 
 if TYPE_CHECKING:
     from layerskip.bench.methods import Method
-    from layerskip.bench.plans import Suite
+    from layerskip.bench.suite import Suite
 
 DEFAULT_METHODS = ("plain", "self", "generate")
 ASSISTED = ("self-assistant", "generate-assistant")
@@ -128,8 +128,8 @@ def benchmark(
     second = opening.second_model(sources, loading, loaded, talk) if kinds & {*ASSISTED} else None
 
     from layerskip.bench.batches import encode_all, long_prompts, make_batches
-    from layerskip.bench.plans import Suite, make_header, store_halves
     from layerskip.bench.runner import try_out
+    from layerskip.bench.suite import Suite, make_header, store_halves
 
     if told := store_halves(loaded, kinds, loading.execution):
         talk.say(told)

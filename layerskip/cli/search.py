@@ -148,7 +148,7 @@ def search(
     )  # as `generate` does, so that costs are those of its passes
 
     from layerskip.api.loading import encode
-    from layerskip.bench.plans import make_header
+    from layerskip.bench.suite import make_header
     from layerskip.files.searches import SCHEMA
     from layerskip.search.fitting import parts_of, space_for, typical_context
     from layerskip.search.pipeline import Search
