@@ -56,7 +56,7 @@ class Section:
 
     Attributes:
         kind: what `kind_of` calls the file of the subject.
-        tables: by name. A CSV file contains all of each, the page shows those in COLUMNS.
+        tables: by name. A CSV file contains all of each; the template says what the page shows.
     """
 
     title: str
@@ -68,76 +68,10 @@ class Section:
     tables: Mapping[str, pd.DataFrame]
 
 
-HEADINGS = {
-    "acceptance": "probability that a drafted token is accepted",
-    "acceptance_rate": "share of drafts accepted",
-    "accepted_1": "first token accepted",
-    "alpha": "probability that a drafted token is accepted",
-    "batch_size": "rows of a batch",
-    "bound": "gain at most",
-    "category": "kind of prompt",
-    "context": "tokens of context",
-    "decode": "decoding alone",
-    "draft_cost": "cost of a draft step",
-    "gigabytes_per_second": "GB/s read",
-    "mean_acceptance_length": "tokens per verification",
-    "mean_draft_length": "drafted tokens per round",
-    "memory": "GB/s of memory",
-    "own_megabytes": "MB",
-    "prefill": "prefill alone",
-    "prefill_seconds": "prefill, s",
-    "repeated_4grams": "of the text repeated",
-    "tokens_per_pass": "tokens per pass",
-    "tokens_per_second": "tokens per second",
-}
-"""Headings that say more than the column's name; for other columns the name is used."""
 INTERVALS = ("speedup", "measured", "tokens_per_second")
 """The columns `low` and `high` are the interval of the first of these in a table."""
 PLACES = ("batch_size", "category", "context")
 """Columns that locate a row; they are left out if they are the same in all rows."""
-
-COLUMNS = {
-    "comparison": "run batch_size method prompts tokens_per_second speedup",
-    "results": (
-        "batch_size context method tokens_per_second times* prefill decode acceptance_rate "
-        "repeated_4grams same_text"
-    ),
-    "categories": "category prompts of*",
-    "acceptance": (
-        "batch_size category method rounds alpha acceptance_rate mean_acceptance_length "
-        "tokens_per_pass mean_draft_length"
-    ),
-    "sources": (
-        "batch_size category method source share alpha acceptance_rate mean_acceptance_length "
-        "mean_draft_length"
-    ),
-    "decoding": (
-        "batch_size category method calls prefill_seconds tokens_per_second gigabytes_per_second "
-        "memory share"
-    ),
-    "predictions": "batch_size category method predicted measured efficiency draft_cost bound",
-    "exits": "exit agreement match speedup draft_length acceptance_rate tokens_per_pass",
-    "search-finalists": (
-        "finalist predicted measured alpha draft_cost tokens_per_second same_text left_out "
-        "rounded drafts"
-    ),
-    "search-trials": (
-        "number origin left_out attention mlp rounded draft_vocabulary value predicted acceptance "
-        "draft_cost draft_length"
-    ),
-    "exit-training": (
-        "exit accepted_before accepted_after agreement_before agreement_after overlap_before "
-        "overlap_after loss_before loss_after"
-    ),
-    "trainings": (
-        "draft of pays measured before predicted draft_cost accepted_1 overlap_before overlap "
-        "loss minutes own_megabytes"
-    ),
-}
-"""By table, the columns shown, in order; a name that ends in * stands for all with that prefix.
-
-Other tables exist only as files.
-"""
 
 MOST = 24  # rows of a table on the page; all are in its CSV file
 
@@ -170,13 +104,14 @@ def _with_code(sentence: str) -> Markup:
     return Markup(re.sub("`([^`]+)`", r"<code>\1</code>", str(escape(sentence))))
 
 
-def columns_of(name: str, frame: pd.DataFrame) -> list[Column]:
-    """For each column shown: heading, whether it holds words, and cells as text; NaN is a dash.
+def columns_of(names: str, frame: pd.DataFrame, headings: Mapping[str, str]) -> list[Column]:
+    """These columns with their cells as text; NaN is a dash, and an interval follows its number.
 
-    Columns without any value are left out, and location columns that are the same in all rows.
+    Columns without any value are left out, and location columns that are the same in all rows. A
+    name that ends in * stands for all columns with that prefix.
     """
     wanted: list[str] = []
-    for each in COLUMNS[name].split():
+    for each in names.split():
         like = [one for one in frame if each[:-1] in one and not one.endswith(ENDS)]
         wanted += [one for one in like if one.startswith(each[:-1])] if each[-1] == "*" else [each]
     columns, spread = [], next((each for each in INTERVALS if each in frame), None)
@@ -194,7 +129,7 @@ def columns_of(name: str, frame: pd.DataFrame) -> list[Column]:
                 for one, low, high in whole
             ]
         cells = cells[: len(frame)]
-        heading = HEADINGS.get(each, each.removeprefix("of ").replace("_", " "))
+        heading = headings.get(each, each.removeprefix("of ").replace("_", " "))
         columns.append(Column(heading, words, cells))
     return columns
 
