@@ -155,10 +155,10 @@ def test_forgotten_times_correct_nothing():
         lookups.see(200, 1, 1, STEP)
         lookups.see(200, 1, 9, 3 * STEP * TRUE.verify_cost(9))
     assert lookups.at(200).verify_cost(9) == pytest.approx(3 * TRUE.verify_cost(9), rel=0.1)
-    assert lookups.was_seen(1, 9)
+    assert lookups.has_times(1, 9)
     for _ in range(600):
         lookups.see(200, 1, 1, STEP)
-    assert not lookups.was_seen(1, 9)
+    assert not lookups.has_times(1, 9)
     assert lookups.at(200).verify_cost(9) == TRUE.verify_cost(9)
 
 

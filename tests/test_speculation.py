@@ -101,7 +101,7 @@ def test_the_nearest_rising_values():
         ([1, 5, 3, 4, 9], [1, 4, 4, 4, 9]),
         ([1, 4, 4, 1, 3], [1, 3, 3, 3, 3]),
     ):
-        assert speculation.rising(values) == pytest.approx(nearest)
+        assert speculation.isotonic(values) == pytest.approx(nearest)
 
 
 def test_similar_contexts_share_a_table():

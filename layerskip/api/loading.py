@@ -33,8 +33,8 @@ from layerskip.config.shipped import (
     MADE,
     SHIPPED,
     SHIPPED_ASSISTANTS,
+    available_models,
     model_folder,
-    names_here,
     suggestion,
 )
 from layerskip.config.skips import SkipConfig
@@ -231,7 +231,7 @@ def _unreadable(name: str, folder: Path | None, error: Exception) -> ValueError:
         return ValueError(f"cannot load the checkpoint in {folder}: {reason}")
     return ValueError(
         f"cannot load model {name!r} from the Hub: {reason}; allowed are a Hub id, a local "
-        f"folder, {', '.join(names_here())}{suggestion(name)}"
+        f"folder, {', '.join(available_models())}{suggestion(name)}"
     )
 
 

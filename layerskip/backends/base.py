@@ -226,7 +226,7 @@ class LayerBackend(Backend):
             run: the dense MLP, or the experts if they replace it.
             mixed: the experts in parallel with a dense MLP, or None.
         """
-        before, add = self.norm_of(part.pre), adding(part, self.norm_of(part.post))
+        before, add = self.norm_of(part.pre), residual_add(part, self.norm_of(part.post))
         mixture, tail = part.mixture, self.tail(part) if part.tail else None
         after_dense = None if mixture is None else self.norm_of(mixture.dense)
         mixed = mixed if part.dense else None  # otherwise they are `run`
@@ -280,7 +280,7 @@ class LayerBackend(Backend):
         """Rotary tables in the layout of this backend."""
 
 
-def in_turn(*functions: Callable[[Tensor], Tensor] | None) -> Block:
+def composed(*functions: Callable[[Tensor], Tensor] | None) -> Block:
     """Make a block that applies functions one after the other, leaving out None."""
     chain = tuple(function for function in functions if function is not None)
 
@@ -292,7 +292,7 @@ def in_turn(*functions: Callable[[Tensor], Tensor] | None) -> Block:
     return block
 
 
-def adding(part: LayerParts, after: Function | None) -> Callable[[Tensor, Tensor], Tensor]:
+def residual_add(part: LayerParts, after: Function | None) -> Callable[[Tensor, Tensor], Tensor]:
     """The residual add of a sublayer, including the norm after it: (B, T, H) both."""
     residual = part.residual
     if residual != 1:
@@ -300,7 +300,7 @@ def adding(part: LayerParts, after: Function | None) -> Callable[[Tensor, Tensor
     return torch.add if after is None else lambda hidden, out: hidden + after(out)
 
 
-def finishing(model: Architecture) -> Callable[[Tensor], Tensor] | None:
+def logit_transform(model: Architecture) -> Callable[[Tensor], Tensor] | None:
     """The function between an unembedding and the logits, or None."""
     cap, scaling = model.softcap, model.logits_scaling
     if cap is None:

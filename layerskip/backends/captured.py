@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from layerskip.backends.base import Block, Step, Tables, Variant, finishing, in_turn
+from layerskip.backends.base import Block, Step, Tables, Variant, composed, logit_transform
 from layerskip.backends.fused import Attention, Fused
 from layerskip.backends.norms import FusedRotary, for_heads, gathered
 from layerskip.cache.rows import RowCache, additive, capacity, causal
@@ -98,7 +98,7 @@ class Captured(Fused):
 
     def head(self, rows: TrimmedHead | None = None, bits: int | None = None) -> Block:
         own = self._kernels if rows is None and bits is None else None
-        few = own and in_turn(own.head(self.model), finishing(self.model))
+        few = own and composed(own.head(self.model), logit_transform(self.model))
         return _either(super().head(rows, bits), few)
 
     def rotary_of(self, tables: Tables) -> FusedRotary:

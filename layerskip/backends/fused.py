@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from layerskip.backends import base as backend
-from layerskip.backends.base import Block, LayerBackend, Step, Tables, Variant, adding, in_turn
+from layerskip.backends.base import Block, LayerBackend, Step, Tables, Variant
 from layerskip.backends.norms import FusedRotary, rms_norm, rotated
 from layerskip.families.experts import (
     Mixture,
@@ -75,10 +75,10 @@ class Fused(LayerBackend):
         return activation(module)
 
     def head(self, rows: TrimmedHead | None = None, bits: int | None = None) -> Block:
-        norm, after = self.norm_of(self.model.decoder.norm), backend.finishing(self.model)
+        norm, after = self.norm_of(self.model.decoder.norm), backend.logit_transform(self.model)
         head = self.model.unembedding if rows is None else rows
         product = self.linear(Variant(bits))(head.weight, head.bias)
-        return in_turn(norm, product, after, None if rows is None else rows.spread)
+        return backend.composed(norm, product, after, None if rows is None else rows.spread)
 
     def attention(self, part: LayerParts, variant: Variant) -> Any:
         norm, eager = self.model.family.norm, self.model.eager
@@ -202,7 +202,7 @@ class Attention(NamedTuple):
 def attention(part: LayerParts, norm: str, *, eager: bool, linear: Linear) -> Attention:
     module = part.attention
     before = None if part.before is None else rms_norm(part.before, norm)
-    add = adding(part, None if part.after is None else rms_norm(part.after, norm))
+    add = backend.residual_add(part, None if part.after is None else rms_norm(part.after, norm))
     width, scale = module.head_dim, module.scaling
     groups = module.num_key_value_groups
     project = _projections(part.projections, linear)

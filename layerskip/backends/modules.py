@@ -59,12 +59,12 @@ class Modules(LayerBackend):
             project = rounded(self, whole, variant, "lm_head")
         else:
             project, scatter = self.linear(variant)(rows.weight, rows.bias), rows.spread
-        chain = [norm, project, backend.finishing(self.model), scatter]
+        chain = [norm, project, backend.logit_transform(self.model), scatter]
         if self.model.spread:
             chain[0] = _on(device_of(norm), norm)
             chain[1] = _on(device_of(whole), project)
             chain.append(_on(self.model.device))
-        return backend.in_turn(*chain)
+        return backend.composed(*chain)
 
     def rotary_of(self, tables: Tables) -> TableRotary:
         return TableRotary(tables)
@@ -97,7 +97,7 @@ class Modules(LayerBackend):
     def attention(self, part: LayerParts, variant: Variant) -> Block:
         attend = rounded(self, part.attention, variant, f"layer {part.number} self_attn")
         before, kind, window, sink = part.before, part.kind, part.window, part.sink
-        add = backend.adding(part, part.after)
+        add = backend.residual_add(part, part.after)
         device = device_of(before or part.after) if self.model.spread else None
         bool_masks, positions = self.bool_masks, self.model.family.positions
         shares = self.model.family.shares_keys

@@ -44,7 +44,7 @@ class _Limited(threading.local):
 _limited = _Limited()
 
 
-def limited_from() -> int | None:
+def normal_threads() -> int | None:
     """Torch's normal number of threads if it takes one in a round, as others need the cores."""
     return _limited.before
 
@@ -188,7 +188,7 @@ class Native(Fused):
     @contextmanager
     def disturbed(self) -> Iterator[None]:
         # Torch's own work between the passes would also wait for a second thread.
-        if limited_from() is not None or not self.extension.disturbed():
+        if normal_threads() is not None or not self.extension.disturbed():
             yield
             return
         _limited.before = self.extension.limit_threads(1)

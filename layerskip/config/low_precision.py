@@ -47,7 +47,7 @@ class LowPrecision:
             return self.bits if self.head else None
         return self.head
 
-    def written_out(
+    def expanded(
         self, attention: frozenset[int], mlp: frozenset[int], num_layers: int
     ) -> LowPrecision | None:
         """Expand to explicit sets without skipped sublayers; None if nothing is rounded."""

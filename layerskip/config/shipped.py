@@ -100,13 +100,13 @@ def model_folder(name: str) -> Path | None:
     what = "file" if name.endswith(".gguf") else "folder"
     if what == "file" or name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ValueError(f"there is no {what} {name}{suggestion(name)}")
-    names = names_here() + SHIPPED_ASSISTANTS
+    names = available_models() + SHIPPED_ASSISTANTS
     if "/" not in name and get_close_matches(name, names, cutoff=0.8):
         raise ValueError(f"there is no model {name}{suggestion(name)}")
     return None
 
 
-def names_here() -> tuple[str, ...]:
+def available_models() -> tuple[str, ...]:
     """List the names of models that this machine has."""
     there = [name for name in MADE if any((each / name).is_dir() for each in checkpoint_folders())]
     return (*SHIPPED, *there)
@@ -115,7 +115,7 @@ def names_here() -> tuple[str, ...]:
 def suggestion(name: str) -> str:
     """Suggest a similar name for a model that was not found, to be appended to a sentence."""
     path = Path(name)
-    names = [*names_here(), *SHIPPED_ASSISTANTS]
+    names = [*available_models(), *SHIPPED_ASSISTANTS]
     if path.parent.is_dir():
         names += [str(each.parent) for each in path.parent.glob("*/config.json")]
     close = get_close_matches(name, names, n=1)

@@ -159,7 +159,7 @@ class SkipConfig:
             attention=tuple(attention),
             mlp=tuple(mlp),
             exit_layer=None,
-            low=self.low and self.low.written_out(attention, mlp, num_layers),
+            low=self.low and self.low.expanded(attention, mlp, num_layers),
             experts=None if len(mlp) == num_layers else self.experts,
             window=None if len(attention) == num_layers else self.window,
             num_layers=num_layers,

@@ -79,7 +79,7 @@ class Corrections:
                     self._typical.pop(old, None)
                     self.version += 1
 
-    def was_seen(self, work: Work) -> bool:
+    def has_times(self, work: Work) -> bool:
         """Whether there are times of a kind of work."""
         return work in self._ratios
 
@@ -118,9 +118,9 @@ class CorrectedCosts:
         if seconds > 0.0 and expected > 0.0:
             self.corrections.see(self._work(rows, tokens), seconds / expected)
 
-    def was_seen(self, rows: int, tokens: int) -> bool:
+    def has_times(self, rows: int, tokens: int) -> bool:
         """Whether there are times of such a pass."""
-        return self.corrections.was_seen(self._work(rows, tokens))
+        return self.corrections.has_times(self._work(rows, tokens))
 
     def _work(self, rows: int, tokens: int) -> Work:
         if tokens == 1:
@@ -132,7 +132,7 @@ class CorrectedCosts:
         for tokens in range(max(len(table.verify), 1 << _WIDEST), 1, -1):  # flat tables are short
             work = self._work(rows, tokens)
             cost = table.verify_cost(tokens) * self.corrections.factor(work)
-            if self.corrections.was_seen(work):
+            if self.corrections.has_times(work):
                 most = min(most, cost)
             verify.append(min(most, cost))
         rising = accumulate([1.0, *reversed(verify)], max)

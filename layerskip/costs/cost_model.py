@@ -15,7 +15,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
-from layerskip.costs.speculation import CostTable, keys_read, rising
+from layerskip.costs.speculation import CostTable, isotonic, keys_read
 
 READ = 2e10  # assumed bytes per second for reading weights, if nothing has been timed
 USUAL = {1: 1.0, 16: 2.0}  # assumed growth, if nothing has been timed
@@ -137,7 +137,7 @@ def fitted(
     def grown(times: Mapping[int, float], rows: int, beside: float = 0.0) -> dict[int, float]:
         """By total number of tokens; a longer pass is never cheaper, except by noise."""
         values = [(each - beside) / (byte * whole.of(rows * n)) for n, each in times.items()]
-        return dict(zip((rows * n for n in times), rising(values), strict=True))
+        return dict(zip((rows * n for n in times), isotonic(values), strict=True))
 
     growth = grown(passes(first), 1)
     growth = {n: each / growth[1] for n, each in growth.items()}
@@ -158,7 +158,7 @@ def fitted(
             spread = keys_read(whole.keys, place.context) - keys_read(whole.keys, first.context)
             if more.get(1, 0.0) > 0.0 and spread > 0.0:
                 key_byte = more[1] / (rows * spread)
-                values = rising([each / more[1] for each in more.values()])
+                values = isotonic([each / more[1] for each in more.values()])
                 key_growth = {n: max(1.0, each) for n, each in zip(more, values, strict=True)}
     steps: dict[Hashable, dict[int, float]] = {}
     for place, times_of in seconds.items():

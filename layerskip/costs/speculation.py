@@ -103,7 +103,7 @@ def remaining(rows: int, going: int) -> int:
     return size if 2 * size <= rows else rows
 
 
-def rising(values: Sequence[float]) -> list[float]:
+def isotonic(values: Sequence[float]) -> list[float]:
     """The nearest non-decreasing values (isotonic regression, pooling adjacent violators)."""
     pools: list[list[float]] = []
     for value in values:

@@ -381,14 +381,14 @@ class ExpectedGain(Controller):
             most = min(max(offer.lengths.values()), source.most)
             length = min(most, _SHOWN if looked_up else 1)
             costs = source.corrected
-            if not length or not costs or costs.was_seen(rows, length + 1 if looked_up else 0):
+            if not length or not costs or costs.has_times(rows, length + 1 if looked_up else 0):
                 continue
             expected = (source.expected(offer, row, length)[-1] for row in round_.judges)
             loss = source.round_costs[length] - 1.0 + (gained - sum(expected)) / price
             shown.append((loss, number, length))
         if gained > 0.0 and corrections.needs_plain(rows):
             # If plain steps were timed before, work that was never timed comes first.
-            shown.append((gained / price + corrections.was_seen((rows, None, 1)), None, 0))
+            shown.append((gained / price + corrections.has_times((rows, None, 1)), None, 0))
         for loss, chosen, length in shown:
             if loss <= corrections.spare:
                 corrections.spare -= max(0.0, loss)

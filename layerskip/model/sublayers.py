@@ -179,12 +179,12 @@ class Sublayers(Architecture):
         """
         if self.device.type != "cpu":
             return None
-        return native.limited_from() or torch.get_num_threads()
+        return native.normal_threads() or torch.get_num_threads()
 
     @property
     def limited(self) -> bool:
         """Whether passes use fewer threads at the moment, inside a context of `disturbed`."""
-        return native.limited_from() is not None
+        return native.normal_threads() is not None
 
     def disturbed(self) -> AbstractContextManager[None]:
         """A context for a round: torch takes one thread there if other processes need the cores."""

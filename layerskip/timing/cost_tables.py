@@ -39,7 +39,7 @@ from layerskip.decoding.sources.base import Source
 from layerskip.files.environment import cache_folder, hardware
 from layerskip.files.writing import replacing
 from layerskip.model.sublayers import Sublayers
-from layerskip.timing.round_times import BUDGET, CONTEXT, Times, disturbed, time_rounds, typical
+from layerskip.timing.round_times import BUDGET, CONTEXT, Times, disturbed, quartile, time_rounds
 from layerskip.version import __version__
 
 _FAR = 4096  # tokens after which costs are also measured, if calls nearly reach that
@@ -125,7 +125,7 @@ class _Calibration:
                 whole=seconds is not None,
                 now=now,
             )
-            _keep_pace(times, before)
+            _rescale(times, before)
         if wanted:
             self.corrections.reset()
             self.costs.clear()
@@ -151,7 +151,7 @@ class _Calibration:
     def _rates(self, traffic: Mapping[Hashable, Traffic]) -> Rates:
         """Rates from the times so far; assumed ones until a plain step has been timed."""
         seconds = {
-            place: {work: typical(each) for work, each in times.items() if each}
+            place: {work: quartile(each) for work, each in times.items() if each}
             for place, times in (self.times or {}).items()
             if times.get((None, 1))
         }
@@ -198,7 +198,7 @@ def _write(file: Path | None, times: Mapping[TimingPoint, Times]) -> None:
         for (source, tokens), seconds in works.items()
         if source is None or isinstance(source, str)
         for each in (
-            sorted(seconds)[:2] if disturbed({(None, 1): seconds}) else 2 * [typical(seconds)]
+            sorted(seconds)[:2] if disturbed({(None, 1): seconds}) else 2 * [quartile(seconds)]
         )
     ]
     if file is None or not lines:
@@ -211,12 +211,12 @@ def _write(file: Path | None, times: Mapping[TimingPoint, Times]) -> None:
         return  # a full disk, or no permission: every process measures for itself
 
 
-def _keep_pace(times: Times, before: Times) -> None:
+def _rescale(times: Times, before: Times) -> None:
     """Scale the new times to the pace of earlier ones, since the machine's speed varies."""
     old, plain = before.get((None, 1), []), times.get((None, 1), [])
     new = plain[len(old) :]
     if old and new:
-        pace = typical(old) / typical(new)
+        pace = quartile(old) / quartile(new)
         for work, each in times.items():
             earlier = len(before.get(work, []))
             each[earlier:] = [pace * seconds for seconds in each[earlier:]]

@@ -146,7 +146,7 @@ def time_rounds(
     watch.rounds = decoder.rounds()
     next(watch.rounds)
     if zeros:
-        _put_before(decoder.passes, zeros)
+        _prepend_zeros(decoder.passes, zeros)
         next(watch.rounds)  # lets the buffers grow
     started, rounds = now(), 0
     for sweep in range(sweeps):
@@ -168,7 +168,7 @@ def _of_any_rows(law: Law, rows: int) -> Law:
     return Law(processors, do_sample=law.do_sample, rows=rows)
 
 
-def _put_before(passes: Passes, zeros: int) -> None:
+def _prepend_zeros(passes: Passes, zeros: int) -> None:
     """Put slots of zeros before all rows, as if tokens had been computed there."""
     passes.prompts = [torch.cat([each.new_zeros(zeros), each]) for each in passes.prompts]
     for lengths in (passes.prompt_lengths, passes.lengths):
@@ -184,6 +184,6 @@ def disturbed(times: Mapping[Work, Sequence[float]]) -> bool:
     return any(len(each) < 2 or each[1] > _REPEATED * each[0] for each in quickest)
 
 
-def typical(seconds: Sequence[float]) -> float:
+def quartile(seconds: Sequence[float]) -> float:
     """The lower quartile, since other work on the machine only adds to times."""
     return sorted(seconds)[len(seconds) // 4] if seconds else math.nan

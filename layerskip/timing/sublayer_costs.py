@@ -23,7 +23,7 @@ from torch import Tensor
 
 from layerskip.config.skips import SkipConfig
 from layerskip.costs.cost_model import TimingPoint, Work, fitted, interpolated
-from layerskip.costs.speculation import rising
+from layerskip.costs.speculation import isotonic
 from layerskip.decoding.engine import Request
 from layerskip.decoding.laws import Law
 from layerskip.decoding.noise import stream_key
@@ -33,7 +33,7 @@ from layerskip.families.plain import head_refusal
 from layerskip.model.opened_models import opened_of
 from layerskip.model.sublayers import Sublayers
 from layerskip.timing.cost_tables import machine, traffic_of
-from layerskip.timing.round_times import CONTEXT, STEPS, Times, time_rounds, typical
+from layerskip.timing.round_times import CONTEXT, STEPS, Times, quartile, time_rounds
 
 CONTEXTS = (64, 256)  # default numbers of tokens before the rounds to be priced
 BUDGET = 6.0  # seconds after which no further repeat starts
@@ -134,7 +134,7 @@ def measure(
             )
         with opened.disturbed():
             busy = busy or opened.limited
-        works = {(at, work): typical(each) for at in places for work, each in times[at].items()}
+        works = {(at, work): quartile(each) for at in places for work, each in times[at].items()}
         repeats.append([*works.values()])
         seconds = np.array(repeats)  # (R, W)
         steps = seconds / seconds[:, :1]  # (R, W), in plain steps of the same repeat
@@ -221,7 +221,7 @@ def _longer(model: Sublayers, sources: Mapping[str, Source], seconds: Seconds) -
     place, works = next(iter(seconds.items()))
     rates = fitted(seconds, {each.key: traffic_of(model, each) for each in sources.values()})
     passes = {tokens: each for (_, tokens), each in works.items() if tokens}
-    growth = rising([passes[tokens] / passes[1] for tokens in sorted(passes)])
+    growth = isotonic([passes[tokens] / passes[1] for tokens in sorted(passes)])
     keys = [pair for layer in range(model.num_layers) for pair in model.key_bytes([layer]).items()]
     return {
         "growth": [list(pair) for pair in zip(sorted(passes), growth, strict=True)],

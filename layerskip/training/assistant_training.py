@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from layerskip.backends.base import finishing
+from layerskip.backends.base import logit_transform
 from layerskip.cache.rows import additive, causal
 from layerskip.decoding.sources.official import Official
 from layerskip.files.writing import replacing_folder
@@ -56,7 +56,7 @@ def read(target: Sublayers, ids: Tensor) -> TargetReading:
     states: Tensor = out.last_hidden_state
     with torch.autocast(ids.device.type, enabled=False):  # laws need more than half precision
         logits = target.unembedding(states.to(target.dtype)).float()
-    finish = finishing(target)
+    finish = logit_transform(target)
     last = {part.kind: cache.layers[part.number] for part in target.parts if part.writes}
     keys = {kind: (layer.keys, layer.values) for kind, layer in last.items()}
     return TargetReading(

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from layerskip.backends.base import finishing
+from layerskip.backends.base import logit_transform
 from layerskip.decoding.noise import gumbel_noise, stream_key
 from layerskip.families.architecture import Architecture
 from layerskip.training.losses import overlap
@@ -84,7 +84,7 @@ class ExitModel(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model, self.known = model, Architecture(model)
-        self.finish = finishing(self.known)
+        self.finish = logit_transform(self.known)
 
     def forward(
         self, ids: Tensor, exits: Sequence[int], kept: Tensor | None = None

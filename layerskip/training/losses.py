@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from layerskip.backends.base import finishing
+from layerskip.backends.base import logit_transform
 from layerskip.model.sublayers import Sublayers
 from layerskip.training.processes import average
 from layerskip.weights.draft_head import TrimmedHead
@@ -103,7 +103,7 @@ class LossInputs:
     """
 
     def __init__(self, model: Sublayers, tokens: Tensor) -> None:
-        self.norm, self.cap, self.dtype = model.decoder.norm, finishing(model), model.dtype
+        self.norm, self.cap, self.dtype = model.decoder.norm, logit_transform(model), model.dtype
         self.rows = TrimmedHead(model.unembedding, tokens.tolist())
         self.places = torch.full((model.vocabulary,), -1)  # index of each token among these
         self.places[tokens] = torch.arange(len(tokens))
