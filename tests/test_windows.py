@@ -10,7 +10,6 @@ from cost_records import cost_record, cost_table, step_seconds
 from models import WINDOW, lively_model, prompt, tiny_model
 
 from layerskip import SkipConfig
-from layerskip.analysis.plots import draft_words
 from layerskip.api.drafts import WINDOW as WIDE
 from layerskip.api.drafts import automatic_draft
 from layerskip.bench.methods import Task
@@ -149,12 +148,6 @@ def test_the_automatic_draft_has_a_window_where_texts_may_be_longer(family, posi
     model = tiny_model(family, dtype=torch.float32, max_position_embeddings=positions)
     skip = automatic_draft(Sublayers(model)).skip
     assert skip == replace(SkipConfig.low_precision(8), window=window)
-
-
-def test_skip_maps_say_windows():
-    nothing = {"attention": [], "mlp": []}
-    words = draft_words("mine", {"skipped": nothing, "window": 64}, 1.5)
-    assert "sees the last 64 tokens, speedup 1.50" in words
 
 
 # ---- The search ----
