@@ -12,7 +12,7 @@ import pandas as pd
 from matplotlib.ticker import MaxNLocator
 
 from layerskip.analysis.drawing import STYLE, Plot, finished, lines, listed, new_axes, svg
-from layerskip.analysis.labels import distinct_labels, printable, slug_of
+from layerskip.analysis.labels import distinct_labels, printable
 from layerskip.analysis.verdict import Verdict
 from layerskip.files.trainings import LARGEST_RISE, read_exit_training, rise
 
@@ -24,7 +24,6 @@ class ExitTrainingFile:
     """The file of a training of exits."""
 
     label: str
-    slug: str
     record: Mapping[str, Any]
 
 
@@ -38,10 +37,7 @@ def load_exit_trainings(files: Sequence[Path]) -> list[ExitTrainingFile]:
     labels = distinct_labels(
         [f"Exits of {record['model'] or record['base']}" for record in records]
     )
-    return [
-        ExitTrainingFile(label, slug_of(label, number), record)
-        for number, (label, record) in enumerate(zip(labels, records, strict=True))
-    ]
+    return [ExitTrainingFile(*each) for each in zip(labels, records, strict=True)]
 
 
 def exits(of: ExitTrainingFile) -> pd.DataFrame:

@@ -21,7 +21,7 @@ from layerskip.analysis import (
     training_tables,
     verdict,
 )
-from layerskip.analysis.labels import visible
+from layerskip.analysis.labels import slug_of, visible
 from layerskip.analysis.page import Picture, Section, page
 from layerskip.analysis.runs import Run, load_runs
 from layerskip.analysis.search_plots import search_plots
@@ -42,7 +42,7 @@ RUN_TABLES = (
 
 @dataclass(frozen=True)
 class Subject:
-    """The contents of a report for one kind of file; files have a `label` and a `slug`."""
+    """The contents of a report for one kind of file; files have a `label`."""
 
     load: Callable[[Sequence[Path]], Sequence[Any]]
     judge: Callable[[Any], verdict.Verdict]
@@ -175,7 +175,7 @@ def _sections(
                 labelled = frame.copy()
                 labelled.insert(0, name, subject.label)
                 frames[table].append(labelled)
-            prefix = f"{subject.slug}-" if several else ""
+            prefix = f"{slug_of(subject.label, number)}-" if several else ""
             pictures = []
             with mpl.rc_context(drawing.STYLE):
                 for plot in kind.plots(subject):

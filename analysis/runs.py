@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
-from layerskip.analysis.labels import labels_of, printable, slug_of
+from layerskip.analysis.labels import labels_of, printable
 from layerskip.costs.ratios import Totals, compared
 from layerskip.costs.speculation import CostTable
 from layerskip.files.records import costs_key, read_run
@@ -54,7 +54,6 @@ class Run:
 
     label: str
     """The label that distinguishes this run from the others in a report."""
-    slug: str
     header: dict[str, Any]
     records: Sequence[dict[str, Any]]
     sweeps: Sequence[dict[str, Any]]
@@ -215,14 +214,8 @@ def load_runs(files: Sequence[Path]) -> list[Run]:
     headers = [printable(run.header) for run in read]
     labels = labels_of(headers, files)
     return [
-        Run(
-            label=label,
-            slug=slug_of(label, number),
-            header=header,
-            records=[printable(record) for record in run.records],
-            sweeps=run.sweeps,
-        )
-        for number, (run, header, label) in enumerate(zip(read, headers, labels, strict=True))
+        Run(label, header, [printable(record) for record in run.records], run.sweeps)
+        for run, header, label in zip(read, headers, labels, strict=True)
     ]
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from layerskip.analysis.labels import labels_of, printable, ranges, slug_of
+from layerskip.analysis.labels import labels_of, printable, ranges
 from layerskip.analysis.run_tables import Line, number, same_text, tabled
 from layerskip.files.searches import read_search
 
@@ -32,7 +32,6 @@ class SearchTables:
 
     label: str
     """The label that distinguishes this search from the others in a report."""
-    slug: str
     folder: Path
     document: Mapping[str, Any]
     others: tuple[Mapping[str, Any], ...] = ()
@@ -55,16 +54,14 @@ def load_searches(files: Sequence[Path]) -> list[SearchTables]:
         ValueError: a file is not valid; says which and why, in one line.
     """
     documents = [printable(read_search(file)) for file in files]
-    labels = labels_of(documents, files)
     return [
         SearchTables(
             f"Search of {label}",
-            f"search-{slug_of(label, number)}",
             file.parent,
             document,
             tuple(d for d in documents if d is not document and _kind(d) == _kind(document)),
         )
-        for number, (label, file, document) in enumerate(zip(labels, files, documents, strict=True))
+        for label, file, document in zip(labels_of(documents, files), files, documents, strict=True)
     ]
 
 

@@ -27,7 +27,6 @@ class Trainings:
 
     each: Mapping[str, Mapping[str, Any]]
     label = "Trainings"
-    slug = "trainings"
 
     @property
     def models(self) -> list[str]:

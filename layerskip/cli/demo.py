@@ -69,7 +69,7 @@ def demo(
             )
             described = [each.describe() for each in methods]
             header = {"methods": described, "baseline": "plain", "prompts": {"tasks": True}}
-            numbers = headlines(Run("demo", "demo", header, records, ()))
+            numbers = headlines(Run("demo", header, records, ()))
             rows[task] = {each["method"]: each for each in numbers if each["task"] == ALL}
     talk.progress("")
     same = {
