@@ -87,7 +87,7 @@ def test_an_assistant_that_has_not_read_the_texts_is_seen():
     """Negative control: a state that does not catch up drafts other tokens."""
     draft = Assistant(Sublayers(second_of()))
     (text, *_), trace = traced(False, False).texts, traced(False, False)
-    starts = [(text, text.prompt + i, 3) for i in range(9)]
+    starts = [(text, text.prompt + i) for i in range(9)]
     chains = Chains(trace, draft, starts, 6)
     want = chains.drafts().tokens
     chains = Chains(trace, draft, starts, 6)

@@ -16,7 +16,7 @@ CORE = {path for room in ROOMS for path in room.rglob("*.py")} - {*NAMES, *RESEA
 WORDS = {
     "losses": '"kl" "tvd++" TVD tvd_plus',
     "trees": "GrownTrees TreeGain LaterAcceptance see_rank",
-    "blocks": "ExitBlock Streams ExitStudent StreamsState ProphetNet",
+    "blocks": "ExitBlock Streams ExitStudent StreamsState",
     "stored logits": "LogitLookup logit_lookup",
 }
 
