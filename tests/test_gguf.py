@@ -15,7 +15,7 @@ from layerskip.api.arguments import end_tokens
 from layerskip.api.loading import load
 from layerskip.api.plan import open_plan
 from layerskip.api.settings import Settings
-from layerskip.bench import checks, plans
+from layerskip.bench import checks, suite
 from layerskip.files.gguf_contents import read_gguf
 from layerskip.native import extension
 from layerskip.serving.openai_api import Served
@@ -96,7 +96,7 @@ def test_it_is_told_how_weights_are_stored_and_what_they_take(file):
 
 @native
 @pytest.mark.usefixtures("priced")
-@pytest.mark.parametrize(("command", "place"), [("check", checks), ("benchmark", plans)])
+@pytest.mark.parametrize(("command", "place"), [("check", checks), ("benchmark", suite)])
 def test_weights_are_unpacked_once_for_the_library_if_memory_suffices(
     file, tmp_path, spied, sizes, monkeypatch, command, place
 ):
@@ -107,10 +107,10 @@ def test_weights_are_unpacked_once_for_the_library_if_memory_suffices(
     for free in (None, 1 << 40):
         monkeypatch.setattr(place, "free_memory", lambda free=free: free)
         asked.clear()
-        also = ["--method", "generate", "--output", tmp_path / f"{free}"] * (place is plans)
+        also = ["--method", "generate", "--output", tmp_path / f"{free}"] * (place is suite)
         done = run(command, str(file), *flags, *also)
         assert done.exit_code == 0, done.output
-        assert ("no memory for a copy" in done.stderr) is (free is None and place is plans)
+        assert ("no memory for a copy" in done.stderr) is (free is None and place is suite)
         counts.append(sum(rows > 99 for rows in asked))
     assert counts[0] > 3 * counts[1]
 
