@@ -10,9 +10,8 @@ from pathlib import Path
 
 import optuna
 import pytest
-from covering import covering
 from landscapes import Landscape, best_by_long_search, masks_of
-from marks import slow, thorough
+from marks import thorough
 from optuna.trial import TrialState
 
 from layerskip.files.records import redacted
@@ -78,17 +77,6 @@ class TestQuality:
         found, calls = fifty(exits=exits)
         assert calls == 50
         assert found.best_trial.value >= 0.99 * optimum
-
-    @pytest.mark.slow
-    @pytest.mark.parametrize(
-        ("size", "seed", "exits"), covering(((16, 80), (24, 120)), range(3), (False, True))
-    )
-    def test_comes_near_long_searches(self, size, seed, exits):
-        num_layers, trials = size
-        space = Space(kind="sublayer", num_layers=num_layers)
-        landscape = Landscape(num_layers, seed, exits=exits)
-        _, optimum = best_by_long_search(landscape, space)
-        assert searched(space, landscape, trials).best_trial.value >= 0.99 * optimum
 
     @pytest.mark.thorough
     def test_what_similarity_foretells_is_no_more_than_a_hint(self):
@@ -330,22 +318,6 @@ def launch():
 
 class TestWorkers:
     """Processes that share a storage and end, or are killed, at any time."""
-
-    @pytest.mark.parametrize(
-        ("storage", "trials"),
-        [*thorough(("{}/study.log", 12)), *slow(("sqlite:///{}/study.db", 20))],
-    )
-    def test_two_workers_share_a_study(self, launch, storage, trials, tmp_path):
-        storage = storage.format(tmp_path)
-        open_study(LARGER, storage=storage)
-        logs = [tmp_path / "one", tmp_path / "two"]
-        workers = [launch(storage, trials, log) for log in logs]
-        for process in workers:
-            process.join(120)
-            assert process.exitcode == 0
-        found = open_study(LARGER, storage=storage)
-        assert trials <= states(found).count("COMPLETE") <= trials + 1
-        assert all(log.stat().st_size for log in logs)
 
     @pytest.mark.thorough
     def test_a_killed_worker_loses_nothing(self, launch, tmp_path):
