@@ -24,24 +24,9 @@ from layerskip.decoding.draws import Draws
 from layerskip.decoding.laws import Law
 from layerskip.decoding.rules import COUPLED, REJECTION
 from layerskip.replay.replayed_drafts import replay
-from layerskip.research.logit_lookup import (
-    BestAcceptance,
-    LogitTable,
-    _Best,
-    best_of,
-    largest_of,
-)
+from layerskip.research.logit_lookup import BestAcceptance, LogitTable, _Best, best_of
 
 # ---- What is kept ----
-
-
-@pytest.mark.parametrize("size", [5, 32, 64, 1000, 4097])
-def test_the_largest_are_those_of_topk(size):
-    values = torch.randn(7, size, generator=torch.Generator().manual_seed(size))  # (N, V)
-    found, at = largest_of(values, 32)
-    want = values.topk(min(32, size))
-    assert torch.equal(found, want.values)
-    assert torch.equal(at, want.indices)
 
 
 def test_the_longest_suffix_is_found_the_latest_of_several_and_old_ones_are_dropped():

@@ -204,25 +204,25 @@ def take_trace(
     keys = [stream_key(seed) for seed in seeds]
     # Processors that read the tokens so far would read pads, so such texts are decoded singly.
     together = 1 if law.reads_history else ROWS
-    texts: list[TraceText] = []
-    caches: list[RowCache] = []
+    decoded: list[list[int]] = []
     for first in range(0, len(rows), together):
         during = partial(progress, "texts of the target", first / len(rows))
         batch, batch_keys = rows[first : first + together], keys[first : first + together]
         room = opened.max_positions - max(map(len, batch)) - max_new_tokens
         longest = max_new_tokens + max(0, min(draft_length, room))
-        for prompt, key, new in zip(
-            batch,
-            batch_keys,
-            _decode(opened, batch, batch_keys, law, eos, longest, during),
-            strict=True,
-        ):
-            tokens = torch.cat([prompt, torch.tensor(new, device=opened.device)])  # (T,)
-            emitted = min(len(new), max_new_tokens)
-            caches.append(opened.new_cache(1, len(tokens)))
-            place = len(texts), tokens, len(prompt), emitted, key
-            texts.append(_read(opened, law, caches[-1], *place, rejection=rejection))
-    cache = _stacked(caches)
+        decoded += _decode(opened, batch, batch_keys, law, eos, longest, during)
+    whole = [torch.cat([row, row.new_tensor(new)]) for row, new in zip(rows, decoded, strict=True)]
+    cache = opened.new_cache(len(rows), max(map(len, whole)))
+    texts = []
+    for number, (tokens, prompt) in enumerate(zip(whole, map(len, rows), strict=True)):
+        cache.place([0], len(tokens), rows=range(number, number + 1))
+        states = _states(opened, cache, tokens, prompt)
+        likelihoods = torch.full((len(tokens) - prompt,), float("nan"))
+        if rejection:
+            likelihoods = _likelihoods(opened, law, states[-1:], tokens, prompt)
+        emitted = min(len(tokens) - prompt, max_new_tokens)
+        text = TraceText(number, tokens.cpu(), prompt, emitted, keys[number], likelihoods, states)
+        texts.append(text)
     trace = Trace(opened, law, tuple(texts), cache, eos, draft_length, max_new_tokens, rejection)
     if trace.starts == 0:
         raise NothingToDraft(
@@ -266,60 +266,30 @@ def _decode(
     return decoder.emitted
 
 
-def _read(
-    model: Sublayers,
-    law: Law,
-    cache: RowCache,
-    number: int,
-    tokens: Tensor,
-    prompt: int,
-    emitted: int,
-    key: int,
-    *,
-    rejection: bool,
-) -> TraceText:
-    """Run a text (T,) through the whole model, and record its states after every layer."""
-    cache.place([0], len(tokens))
-    rotary = model.rotary(len(tokens), len(tokens))
-    hidden, step = model.feed(tokens[None], cache, rotary)  # (1, T, H)
+def _states(model: Sublayers, cache: RowCache, tokens: Tensor, prompt: int) -> Tensor:
+    """Run a text (T,) through the model; its states after every layer, (L, T - prompt, H)."""
+    hidden, step = model.feed(tokens[None], cache, model.rotary(len(tokens), len(tokens)))
     after = []
     for layer in range(model.num_layers):
         hidden = model.run(hidden, step, (2 * layer, 2 * layer + 1))
-        after.append(hidden[0, prompt:])  # (N, H)
-    states = torch.stack([each.to(model.device) for each in after])  # (L, N, H)
-    likelihoods = torch.full((len(tokens) - prompt,), float("nan"))
-    if rejection:
-        following = F.pad(tokens[prompt + 1 :], (0, 1))  # (N,)
-        for places in chunks(len(following), model.vocabulary):
-            seen = range(prompt + places.start + 1, prompt + places.stop + 1)
-            histories = [tokens[:length] for length in seen] if law.reads_history else None
-            raw = model.logits(states[-1:, places])[0]
-            p = softmax_law(scores_at(law, raw, histories))  # (N, V)
-            likelihoods[places] = p.gather(1, following[places, None])[:, 0].cpu()
-    return TraceText(
-        number=number,
-        tokens=tokens.cpu(),
-        prompt=prompt,
-        emitted=emitted,
-        key=key,
-        likelihoods=likelihoods,
-        states=states,
-    )
+        after.append(hidden[0, prompt:].to(model.device))  # (T - prompt, H)
+    return torch.stack(after)
+
+
+def _likelihoods(model: Sublayers, law: Law, states: Tensor, tokens: Tensor, prompt: int) -> Tensor:
+    """The probability of each token of a text (T,) after the first new one, from the last states
+    (1, T - prompt, H) before it, (T - prompt,); that of the last one is meaningless."""
+    following = F.pad(tokens[prompt + 1 :], (0, 1))  # (T - prompt,)
+    likelihoods = []
+    for places in chunks(len(following), model.vocabulary):
+        seen = range(prompt + places.start + 1, prompt + places.stop + 1)
+        histories = [tokens[:length] for length in seen] if law.reads_history else None
+        p = softmax_law(scores_at(law, model.logits(states[:, places])[0], histories))  # (N, V)
+        likelihoods.append(p.gather(1, following[places, None])[:, 0].cpu())
+    return torch.cat(likelihoods)
 
 
 def chunks(places: int, vocabulary: int) -> Iterator[slice]:
     """Divide places into chunks whose logits take little memory."""
     size = max(16, LOGITS // vocabulary)
     return (slice(first, min(first + size, places)) for first in range(0, places, size))
-
-
-def _stacked(caches: list[RowCache]) -> RowCache:
-    """Combine caches into one with a row for each; they are emptied layer by layer."""
-    joint = RowCache(len(caches), max(cache.slots for cache in caches), caches[0].windows)
-    for layer in list(caches[0].keys):
-        for mine, theirs in ((joint.keys, "keys"), (joint.values, "values")):
-            rows = [getattr(cache, theirs).pop(layer) for cache in caches]  # (1, H, T, D) each
-            mine[layer] = torch.cat(
-                [F.pad(row, (0, 0, 0, joint.slots - row.shape[2])) for row in rows]
-            )
-    return joint

@@ -19,7 +19,6 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch.nn.functional as F
 from torch import Tensor
 
 from layerskip.cache.branches import along
@@ -33,7 +32,6 @@ _MOST = 2**14  # positions stored for a batch
 OF_A_TEXT = 2**12  # positions stored per text, where texts come and go
 _KEPT = 32  # K
 _PLACE = 1024  # approximate bytes per stored position
-_BLOCK = 64  # neighbouring tokens
 _LEAST = 0.02  # minimum chance of acceptance for a token
 
 Tokens = npt.NDArray[np.int32]
@@ -127,24 +125,8 @@ def _suffixes(context: tuple[int, ...]) -> list[tuple[int, ...]]:
 
 def best_of(raw: Tensor) -> tuple[Tokens, Numbers]:
     """The best tokens of raw logits (N, V), and their logits, likeliest first, (N, K) each."""
-    logits, tokens = (each.cpu() for each in largest_of(raw.float(), _KEPT))
-    return tokens.int().numpy(), logits.numpy()
-
-
-def largest_of(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The largest of values (N, V), in order, and their indices, (N, K) each: K = min(count, V).
-
-    Like `topk`, which would take several times as long on a CPU.
-    """
-    count = min(count, values.shape[1])
-    if missing := -values.shape[1] % _BLOCK:
-        values = F.pad(values, (0, missing), value=-float("inf"))
-    blocks = values.unflatten(1, (-1, _BLOCK))  # (N, V / 64, 64)
-    # The blocks with the largest maxima contain them.
-    best = blocks.amax(2).topk(min(count, blocks.shape[1])).indices  # (N, M)
-    held = blocks.gather(1, best[:, :, None].expand(-1, -1, _BLOCK)).flatten(1)  # (N, 64 M)
-    largest, at = held.topk(count)  # (N, K) each
-    return largest, best.gather(1, at // _BLOCK) * _BLOCK + at % _BLOCK
+    logits, tokens = raw.float().topk(min(_KEPT, raw.shape[1]))
+    return tokens.int().cpu().numpy(), logits.cpu().numpy()
 
 
 class _Best(NamedTuple):
