@@ -45,10 +45,15 @@ def silent(_what: str, _share: float) -> None:
 
 
 class OptionsChoice(NamedTuple):
-    """How to decode with a draft, and the expected speedup over plain decoding."""
+    """How to decode with a draft, and the tokens of the texts with their cost in plain steps."""
 
     decoding: DecodingOptions
-    speedup: float
+    texts: Totals
+
+    @property
+    def speedup(self) -> float:
+        """Expected over plain decoding."""
+        return self.texts.rate
 
 
 LookedUp = tuple[Replay, CostTable]
@@ -115,27 +120,27 @@ def choices(
         looked_up: None: nothing is looked up in addition to the draft.
         all_controllers: False: only `expected-gain` is considered.
     """
-    ways = controllers(drafts.draft_length)
-    ways = ways if all_controllers else ways[-1:]
+
+    def tried(how: DecodingOptions) -> OptionsChoice:
+        return OptionsChoice(how, simulated(drafts, costs, how, looked_up))
+
+    options = controllers(drafts.draft_length)
+    options = options if all_controllers else options[-1:]
     if looked_up is not None:
-        ways.append(replace(ways[-1], lookup=True))
-    tried = [OptionsChoice(how, simulated(drafts, costs, how, looked_up).rate) for how in ways]
-    adaptive = [each for each in tried if each.decoding.controller == "adaptive-threshold"]
+        options.append(replace(options[-1], lookup=True))
+    ways = [*map(tried, options)]
+    adaptive = [each for each in ways if each.decoding.controller == "adaptive-threshold"]
     if not adaptive:
-        return tried
-    best = max(adaptive, key=lambda choice: choice.speedup)
-    return [_tuned(best, lambda how: simulated(drafts, costs, how).rate), *tried]
-
-
-def _tuned(best: OptionsChoice, value: Callable[[DecodingOptions], float]) -> OptionsChoice:
-    """The best way with an adaptive threshold, changing its parameters one by one."""
-    for name, values in TUNED.items():
+        return ways
+    best = fastest(adaptive)
+    for name, values in TUNED.items():  # one parameter after the other
         rules = [{**(best.decoding.adaptive or {}), name: each} for each in values]
-        ways = [replace(best.decoding, adaptive=rule) for rule in rules]
-        best = max(
-            best, *(OptionsChoice(how, value(how)) for how in ways), key=lambda each: each.speedup
-        )
-    return best
+        best = fastest([best, *(tried(replace(best.decoding, adaptive=rule)) for rule in rules)])
+    return [best, *ways]
+
+
+def fastest(ways: Sequence[OptionsChoice]) -> OptionsChoice:
+    return max(ways, key=lambda way: way.speedup)
 
 
 def simulated(
@@ -171,7 +176,7 @@ def best_choice(ways: Sequence[OptionsChoice]) -> OptionsChoice:
 
     Lookups are preferred: they may do nothing for these texts, and much for others.
     """
-    best = max(ways, key=lambda choice: choice.speedup)
+    best = fastest(ways)
     adaptive = (each for each in reversed(ways) if each.decoding.controller == "expected-gain")
     return next((each for each in adaptive if each.speedup * TOLERANCE >= best.speedup), best)
 
@@ -213,9 +218,8 @@ def choose(
         skip, costs = space.skip_config(mask), objective.prices.table(mask)
         drafts = replay(trace, skip, allowed=objective.allowed(size))
         ways = choices(drafts, costs, looked_up, all_controllers="controller" in parts)
-        decoding, predicted = best_choice(ways)
-        texts = simulated(drafts, costs, decoding, looked_up)
-        _, *ends = measured_speedup(texts, Totals(texts.tokens, texts.tokens))
+        decoding, texts = best_choice(ways)
+        predicted, *ends = measured_speedup(texts, Totals(texts.tokens, texts.tokens))
         spread = objective.cost.get("spread", 0.0)
         wide = [end * by for end, by in zip(ends, (1 - spread, 1 + spread), strict=True)]
         low, high = (None if math.isnan(end) else end for end in wide)
