@@ -17,8 +17,6 @@ import torch
 from torch import Tensor
 
 from layerskip.decoding.laws import softmax_law
-from layerskip.decoding.noise import accept_uniform
-from layerskip.decoding.rules import acceptance_probability, largest
 from layerskip.decoding.sources.base import Source
 from layerskip.decoding.sources.sublayer_draft import SublayerDraft
 from layerskip.replay.steps import Walk, Wide
@@ -47,7 +45,8 @@ class Chains:
 
     Args:
         allowed: tokens that can be drawn on each text, (texts, V) bool; None: all.
-        follow: whether to leave drafts at their first wrong token (`agreeing`, not `drafts`).
+        follow: whether chains feed the text's tokens, not their own: all that a draft needs up to
+            its first wrong token.
     """
 
     def __init__(
@@ -60,7 +59,7 @@ class Chains:
         *,
         follow: bool = False,
     ) -> None:
-        self.trace, self.chains, self.allowed = trace, chains, allowed
+        self.trace, self.chains, self.allowed, self.follow = trace, chains, allowed, follow
         self.draft: Wide | Walk = (
             Wide(trace, source, follow=follow)
             if isinstance(source, SublayerDraft)
@@ -83,7 +82,7 @@ class Chains:
         self.fed = table[:, 4:].repeat(1, self.steps + 1)  # (C, J + 1)
 
     def drafts(self) -> DrawnTokens:
-        """The drafted tokens, (C, J) each; chains feed their own tokens.
+        """The drafted tokens, (C, J) each.
 
         After the source's longest draft they are `NOTHING`, and confidences are meaningless.
         """
@@ -94,9 +93,10 @@ class Chains:
             drawn = self._draw(raw, at, left[at.chains])
             for whole, part in zip(made, drawn, strict=True):
                 whole[at.chains, step] = part.cpu()
-            tokens = made.tokens[at.chains, step]
+            tokens, following = made.tokens[at.chains, step], self.trace.following[at.rows]
+            if self.follow:
+                tokens = following
             # After the last known token of a text, no draft is on it.
-            following = self.trace.following[at.rows]
             wrong = (tokens != following) | (following == NOTHING)
             strays = wrong & (left[at.chains] == 0)
             left[at.chains[strays]] = at.places[strays]
@@ -104,12 +104,11 @@ class Chains:
         return made
 
     def agreeing(self) -> Tensor:
-        """Whether each draft equals its text up to each token, (C, J) bool; feeds the text."""
-        agreed = torch.zeros(len(self.chains), self.steps, dtype=torch.bool)
-        for step, at, raw in self._passes():
-            agreed[at.chains, step] = self._right(raw, at)
-            self.fed[at.chains, step + 1] = self.trace.following[at.rows].clamp_min(0)
-        return agreed.cumprod(1).bool()
+        """Whether each draft equals its text up to each token, (C, J) bool."""
+        rows = self.row[:, None] + torch.arange(self.steps)  # (C, J)
+        following = self.trace.following[torch.minimum(rows, self.last_row[:, None])]
+        drawn = self.drafts().tokens[:, : self.steps]
+        return ((drawn == following) & (following != NOTHING)).cumprod(1).bool()
 
     def _passes(self) -> Iterator[tuple[int, Places, Tensor]]:
         """Yield the steps of all chains: where they draw, and raw logits (N, V) there."""
@@ -195,24 +194,6 @@ class Chains:
             left.tolist(),
         )
         return propose(trace.law, raw, histories, beside, target)
-
-    def _right(self, raw: Tensor, at: Places) -> Tensor:
-        """Whether raw logits (N, V) give the text's next token and it is accepted, (N,) bool."""
-        trace = self.trace
-        following = trace.following[at.rows].to(raw.device)  # (N,)
-        if trace.rejection:
-            q = softmax_law(scores_at(trace.law, raw, at.histories))  # (N, V)
-            likely = q.gather(1, following.clamp_min(0)[:, None])[:, 0]  # (N,)
-            weights = acceptance_probability(likely, trace.likelihoods[at.rows].to(raw.device))
-            right = accept_uniform(self._keys(at), at.places.tolist(), raw.device) < weights
-        else:
-            tiles = []
-            for some in _tiles(raw, at.histories):
-                scores = scores_at(trace.law, raw[some], at.histories)
-                noise = self._noise(at.some(some))
-                tiles.append(largest(scores if noise is None else scores + noise))
-            right = torch.cat(tiles) == following
-        return (right & (following != NOTHING)).cpu()
 
     def _noise(self, at: Places) -> Tensor | None:
         """The Gumbel noise that drafts share with their texts, (N, V); None for greedy decoding."""
