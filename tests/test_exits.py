@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from layerskip.config.skips import SkipConfig
 from layerskip.files.trainings import rise
-from layerskip.training import exit_training, judging, stages
+from layerskip.training import exit_training, judging, loop, stages
 from layerskip.training.exit_model import (
     ExitModel,
     drop_rates,
@@ -149,7 +149,7 @@ FIVE = (*(f"training: {step * 32} tokens" for step in (1, 4, 5, 9)), "judging ex
 @pytest.mark.parametrize("kills", [FIVE[2:3], *slow((FIVE,))])
 def test_a_killed_training_gives_the_same_weights(kills, tmp_path, texts, monkeypatch):
     whole = training(tmp_path / "whole", texts).run()
-    monkeypatch.setattr(stages, "SAVE_SECONDS", 0.0)
+    monkeypatch.setattr(loop, "SAVE_SECONDS", 0.0)
     for kill in kills:
         with pytest.raises(Stopped):
             training(tmp_path / "parts", texts, stop=kill).run()
@@ -212,9 +212,9 @@ import os, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 import test_exits
-from layerskip.training import exit_training, processes, stages
+from layerskip.training import exit_training, loop, processes, stages
 exit_training.clock = lambda *_, **__: test_exits.FASTER
-stages.SAVE_SECONDS = 0.0
+loop.SAVE_SECONDS = 0.0
 stages.half_is_fast = lambda _: False
 with processes.process_group():
     try:

@@ -159,7 +159,7 @@ def test_a_second_start_goes_on_where_the_first_was(kind, stage, share, tmp_path
     how = {"kind": kind}
     whole = training(tmp_path / "whole", **how)
     whole.run()
-    monkeypatch.setattr("layerskip.training.stages.SAVE_SECONDS", 0.0)
+    monkeypatch.setattr("layerskip.training.loop.SAVE_SECONDS", 0.0)
     with pytest.raises(Stopped):
         training(tmp_path / "parts", progress=stop_at(stage, share), **how).run()
     assert not (tmp_path / "parts" / "draft.safetensors").exists()

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import layerskip
 from layerskip.training import loop, token_files
 from layerskip.training.exit_model import ExitModel, exit_table
+from layerskip.training.stages import BaseRecipe, Stages
 
 SHIPPED = Path(layerskip.__file__).parent / "models"
 
@@ -39,17 +40,13 @@ def test_a_loss_that_is_not_finite_stops_the_run(wrong, tmp_path):
         zero = sum((p - p).square().sum() for p in model.parameters())
         return zero * math.nan if wrong == "loss" else zero.sqrt()
 
-    bad = loop.train(
-        model,
-        0.1,
-        loss,
-        3,
-        checkpoint=tmp_path / "checkpoint.pt",
-        log=[],
-    )
+    class Plain(Stages):
+        recipe = BaseRecipe(rate=0.1)
+
+    stages = Plain(tmp_path / "out", {}, ["texts", "training"], model.device)
     with pytest.raises(FloatingPointError, match="at step 0"):
-        next(bad)
-    assert list(tmp_path.iterdir()) == []
+        next(loop.train(stages, model, loss, 3, 0.0))
+    assert not stages.checkpoint.exists()
 
 
 # ---- What ships ----

@@ -24,7 +24,7 @@ from layerskip.model.sublayers import Sublayers
 from layerskip.model.trained_weights import TOKENS, save_trained
 from layerskip.texts.vocabulary import ranked
 from layerskip.training import data, features, processes
-from layerskip.training.loop import windows_of
+from layerskip.training.loop import train, windows_of
 from layerskip.training.losses import LossInputs, Step, distance, overlaps
 from layerskip.training.stages import BaseRecipe, Stages
 from layerskip.training.students import Student
@@ -225,7 +225,7 @@ class Training(Stages):
             steps_of: the draft's steps on the windows with these numbers.
             judging: seconds to leave for judging.
         """
-        recipe, a_step = self.recipe, self.recipe.rows * ids.shape[1]
+        recipe, a_step = self.recipe, self.recipe.rows * self.recipe.window
         loss, at = named("loss", recipe.loss), recipe.temperature
         count = len(ids) - max(1, min(APART, len(ids) // 16))
         apart = range(max(recipe.rows, count), len(ids))
@@ -250,9 +250,10 @@ class Training(Stages):
         if not self.checkpoint.exists():
             measure(0)
         total = math.ceil((recipe.tokens or 1 << 50) / a_step)
-        for tokens, _, share in self.steps(module, step_loss, total, a_step, judging):
+        steps = train(self, module, step_loss, total, judging)
+        for step, _, share in self.timed("training", steps):
             if share >= 1 or share * POINTS >= len(self.curve):
-                measure(tokens)
+                measure(step * a_step)
         self.facts |= {
             "tokens": self.curve[-1]["tokens"],  # measured after the last step, over all starts
             "text_tokens": ids.numel(),

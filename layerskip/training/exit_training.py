@@ -33,9 +33,9 @@ from layerskip.training import data, processes, token_files
 from layerskip.training.exit_model import ExitModel, enabled, exit_table, exit_weights, kept_layers
 from layerskip.training.exit_results import best_exit, card, curve, judged_exits
 from layerskip.training.judging import BEFORE, TIMED, TRAINED, chosen, clock
-from layerskip.training.loop import windows_of
+from layerskip.training.loop import StepLoss, train, windows_of
 from layerskip.training.losses import divergences
-from layerskip.training.stages import RECORD, BaseRecipe, Stages, StepLoss
+from layerskip.training.stages import RECORD, BaseRecipe, Stages
 from layerskip.weights.fingerprint import fingerprint
 from layerskip.weights.stored import stored_weights
 
@@ -294,7 +294,8 @@ class ExitTraining(Stages):
         if recipe.minutes is not None:
             self._foresee(step_loss, a_step, text_tokens)
         total, judging = recipe.steps or 1 << 40, 1.5 * self.seconds["judging"]
-        for _, loss, _ in self.steps(self.module, step_loss, total, a_step, judging):
+        steps = train(self, self.module, step_loss, total, judging)
+        for _, loss, _ in self.timed("training", steps):
             self.curve.append(loss)
 
     def _foresee(self, step_loss: StepLoss, a_step: int, text_tokens: int) -> None:

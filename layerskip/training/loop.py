@@ -24,47 +24,45 @@ from torch.optim import AdamW
 
 from layerskip.files.writing import replace_folder, replacing
 from layerskip.training.processes import agreed, average, average_gradients, first, once
+from layerskip.training.stages import Stages
 
 WARM_UP = 20
 """Number of steps up to the full rate."""
+SAVE_SECONDS = 60.0
 CLIP_NORM = 1.0
+StepLoss = Callable[[int, float], Tensor]
+"""Computes the loss of a step from its number and the completed share of the training."""
 
 
 def train(
-    model: nn.Module,
-    rate: float,
-    step_loss: Callable[[int, float], Tensor],
-    total_steps: int,
-    *,
-    checkpoint: Path,
-    total_seconds: float = math.inf,
-    save_seconds: float = 60.0,
-    log: list[Any],
+    stages: Stages, model: nn.Module, step_loss: StepLoss, total_steps: int, judging: float
 ) -> Iterator[tuple[int, float, float]]:
-    """Train from `checkpoint` (or from step 0) to the end; yields (steps done, loss, share done).
+    """Train a model in a folder, from its checkpoint if there is one.
 
-    Training ends after `total_steps`, or after `total_seconds` in total over all starts.
-    `step_loss(step, share)` computes the loss of a step from its number, where `share` is the used
-    part of the budget. The learning rate is `rate * schedule(step, share)`. Model, optimizer, step
-    and `log` (plain numbers that the caller adds between steps) are written to `checkpoint`
-    atomically every `save_seconds` and at the end.
-
-    With several processes, each has the loss of its own rows, and the first one writes. If a
+    Training ends after `total_steps`, or when `judging` seconds are left. The learning rate is the
+    recipe's `rate * schedule(step, share)`. Model, optimizer, step and `stages.curve`, to which the
+    caller adds between steps, are written to a checkpoint atomically every SAVE_SECONDS and at the
+    end. With several processes, each has the loss of its own rows, and the first one writes. If a
     model's weights are sharded (FSDP2), each process writes its own to a folder.
+
+    Yields:
+        After each step, the number of steps done, the loss, and the share of the training done.
 
     Raises:
         FloatingPointError: the loss or its gradient is not finite.
         OSError: the checkpoint cannot be written.
         ValueError: an existing checkpoint cannot be read.
     """
+    rate, log, recipe = stages.recipe.rate, stages.curve, stages.recipe
+    assert rate is not None  # a None was replaced by the kind's own
     weights = [each for each in model.parameters() if each.requires_grad]
     optimizer = AdamW(weights, lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
-    step, before = 0, 0.0
+    step, before, total_seconds = 0, stages.seconds["training"], stages.budget(judging)
     shards = any(isinstance(each, DTensor) for each in model.parameters())
-    if checkpoint.exists():
+    if stages.checkpoint.exists():
         read = _read_shards if shards else _read_checkpoint
-        state = read(model, optimizer, checkpoint)
-        step, before, log[:] = state["step"], state["seconds"], state["log"]
+        state = read(model, optimizer, stages.checkpoint)
+        step, log[:] = state["step"], state["log"]
     start = saved_at = time.monotonic()
     device = next(model.parameters()).device
     share = agreed(max(step / total_steps, before / total_seconds), device)
@@ -88,13 +86,19 @@ def train(
         seconds = before + time.monotonic() - start
         share = agreed(max(step / total_steps, seconds / total_seconds), device)
         yield step, found, share  # before saving, since the caller may log this step
-        late = agreed(float(time.monotonic() - saved_at >= save_seconds), device)
+        left = max(0.0, seconds / max(share, 1e-9) * (1 - share))
+        stages.progress(
+            f"training: {step * recipe.rows * recipe.window:,} tokens, loss {found:.3f}, "
+            f"{left / 60:.0f} min left",
+            min(1.0, share),
+        )
+        late = agreed(float(time.monotonic() - saved_at >= SAVE_SECONDS), device)
         if late or share >= 1:
-            facts = {"step": step, "seconds": seconds, "log": log}
+            facts = {"step": step, "log": log}
             if shards:
-                _write_shards(model, optimizer, facts, checkpoint)
+                _write_shards(model, optimizer, facts, stages.checkpoint)
             elif first():
-                _write_checkpoint(model, optimizer, facts, checkpoint)
+                _write_checkpoint(model, optimizer, facts, stages.checkpoint)
             saved_at = time.monotonic()
 
 
@@ -133,7 +137,7 @@ def _write_shards(model: nn.Module, optimizer: AdamW, facts: dict[str, Any], pat
 
 
 def _read_shards(model: nn.Module, optimizer: AdamW, path: Path) -> dict[str, Any]:
-    state = _shards_of(model, optimizer) | {"step": 0, "seconds": 0.0, "log": []}
+    state = _shards_of(model, optimizer) | {"step": 0, "log": []}
     load(state, checkpoint_id=path)
     dcp_state.set_state_dict(
         model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]

@@ -15,19 +15,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
 
 from layerskip.files.documents import read
 from layerskip.files.locking import LOCK
 from layerskip.files.schema import parse
 from layerskip.files.writing import write_text
 from layerskip.training import data, processes
-from layerskip.training.loop import train
 
 T = TypeVar("T")
-StepLoss = Callable[[int, float], Tensor]
-"""Computes the loss of a step from its number and the completed share of the training."""
-SAVE_SECONDS = 60.0
 RECORD = "train.json"
 IDENTITY = "recipe.json"
 """The file in the work folder that says which training it is; it stays."""
@@ -186,39 +181,6 @@ class Stages:
         """Seconds of training over all starts, leaving `judging` seconds for judging."""
         left = self.until - time.monotonic() + self.seconds["training"]
         return max(1.0, left - judging)
-
-    def steps(
-        self, module: nn.Module, step_loss: StepLoss, total: int, tokens: int, judging: float
-    ) -> Iterator[tuple[int, float, float]]:
-        """Train a module for `total` steps, from its checkpoint if any (see `loop.train`).
-
-        Args:
-            tokens: number of tokens per step.
-            judging: seconds to leave for judging.
-
-        Yields:
-            After each step, the number of training tokens, the loss, and the completed share.
-        """
-        rate = self.recipe.rate
-        assert rate is not None  # a None was replaced by the kind's own
-        steps = train(
-            module,
-            rate,
-            step_loss,
-            total,
-            checkpoint=self.checkpoint,
-            total_seconds=self.budget(judging),
-            save_seconds=SAVE_SECONDS,
-            log=self.curve,
-        )
-        for step, loss, share in self.timed("training", steps):
-            yield step * tokens, loss, share
-            left = self.seconds["training"] / max(share, 1e-9) * (1 - share)
-            self.progress(
-                f"training: {step * tokens:,} tokens, loss {loss:.3f}, "
-                f"{max(0.0, left) / 60:.0f} min left",
-                min(1.0, share),
-            )
 
 
 def half_is_fast(device: torch.device) -> bool:
