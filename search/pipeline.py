@@ -254,7 +254,6 @@ class Search:
                 self.space,
                 self.objective,
                 sampler=study.Sampler(sampler, self.space, self.task.seed),
-                name=sampler,
                 trials=trials,
                 warm_starts=self.warm_starts,
                 timeout=timeout,

@@ -33,8 +33,7 @@ def trials_table(study: Study, space: Space) -> list[dict[str, Any]]:
                 **sets_of(space.skip_config(mask)),
                 "draft_vocabulary": space.number("vocabulary", mask),
                 "speedup": value_of(trial),
-                **{name: worth[name] for name in ("acceptance", "draft_cost", "draft_length")},
-                "positions": worth["positions"],
+                **{name: each for name, each in worth.items() if name != "value"},
                 "seconds": seconds,
             }
         )

@@ -183,8 +183,7 @@ def run(
     space: Space,
     evaluate: Callable[[int, Losing], Evaluation],
     *,
-    sampler: BaseSampler,
-    name: str,
+    sampler: Sampler,
     trials: int | None = None,
     warm_starts: Mapping[str, int],
     timeout: float | None = None,
@@ -193,7 +192,6 @@ def run(
     """Evaluate sets until the study has `trials` finished ones, or the space has no more.
 
     Args:
-        name: recorded as the origin of the sampler's trials; warm starts have their own names.
         timeout: seconds; the trial then running is finished first, or dropped by OutOfTime.
 
     Raises:
@@ -210,7 +208,7 @@ def run(
         if mask not in space:
             raise TrialPruned  # nothing would run
         if "origin" not in trial.user_attrs:
-            trial.set_user_attr("origin", name)
+            trial.set_user_attr("origin", sampler.name)  # warm starts have their own names
 
         def losing(value: float, pieces: Mapping[int, float]) -> bool:
             for number, piece in pieces.items():

@@ -42,7 +42,7 @@ def searched(space, landscape, trials, *, name="gp", storage=None, seed=0, first
     sampler = Sampler(name, space, seed)
     evaluate = options.pop("evaluate", evaluation_of(landscape))
     first = warm_starts(space, influence) if first is None else first
-    how = {"sampler": sampler, "name": name, "trials": trials, "warm_starts": first}
+    how = {"sampler": sampler, "trials": trials, "warm_starts": first}
     run(found, space, evaluate, **how, **options)
     return found
 
