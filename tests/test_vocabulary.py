@@ -283,7 +283,7 @@ def test_a_head_that_is_not_plain_stays_whole_with_a_warning(change, reason):
     ("tokens", "error", "message"),
     [
         ((), ValueError, "1 token or more, got none; leave it out"),
-        ((4, 7, 4), ValueError, "no token twice, got 4 again"),
+        ((4, 7, 4), ValueError, "differ from each other, got 4 twice"),
         ((4, -1), ValueError, "must be 0 or more, got -1"),
         ((4, 5.0), TypeError, r"must be an integer, got 5\.0"),
         ((4, True), TypeError, "must be an integer, got True"),

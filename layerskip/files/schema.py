@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from itertools import pairwise
 from operator import index
 from reprlib import repr as shown
 from typing import Any
 
 Check = Callable[[Any, str], Any]
+_MOST = sys.float_info.max  # some integers are larger; NaN is in no relation to it
 
 
 def parse(data: str | bytes) -> Any:
@@ -101,7 +102,7 @@ def number(low: float = -math.inf, high: float = math.inf, *, above: bool = Fals
     """A finite number in `low`..`high`, excluding `low` with `above`."""
 
     def check(value: Any, name: str) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not _finite(value):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _MOST:
             wrong = ValueError if isinstance(value, float) else TypeError
             raise wrong(f"{name} must be a finite number, got {shown(value)}")
         if not low <= value <= high or (above and value == low):
@@ -112,13 +113,6 @@ def number(low: float = -math.inf, high: float = math.inf, *, above: bool = Fals
         return value
 
     return check
-
-
-def _finite(value: float) -> bool:
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # an integer too large for a float
-        return False
 
 
 def mapping(value: Any, name: str) -> dict[str, Any]:
@@ -215,28 +209,24 @@ def items(check: Check, length: int | None = None, *, least: int = 0) -> Check:
 
 def index_set(values: Any, name: str) -> tuple[int, ...]:
     """Layer indices from 0, sorted and distinct."""
-    indices = sorted(_integers(values, name, "layer indices", f"{name} index"))
-    for left, right in pairwise(indices):
-        if left == right:
-            raise ValueError(f"{name} indices must differ from each other, got {left} twice")
-    return tuple(indices)
+    return tuple(sorted(_distinct(values, name, "layer indices", f"{name} index")))
 
 
 def token_list(values: Any, name: str) -> tuple[int, ...]:
     """Token ids, at least one, distinct, in their order."""
-    tokens = tuple(_integers(values, name, "token ids", f"a token of {name}"))
+    tokens = tuple(_distinct(values, name, "token ids", f"a token of {name}"))
     if not tokens:
         raise ValueError(f"{name} must hold 1 token or more, got none; leave it out to use all")
-    if len(set(tokens)) < len(tokens):
-        twice, _ = Counter(tokens).most_common(1)[0]
-        raise ValueError(f"{name} must hold no token twice, got {twice} again")
     return tokens
 
 
-def _integers(values: Any, name: str, what: str, each: str) -> list[int]:
+def _distinct(values: Any, name: str, what: str, each: str) -> list[int]:
     if isinstance(values, str | Mapping) or not isinstance(values, Iterable):
         raise TypeError(f"{name} must be a list of {what}, got {shown(values)}")
-    return [integer()(value, each) for value in values]
+    numbers = [integer()(value, each) for value in values]
+    if twice := [number for number, times in Counter(numbers).items() if times > 1]:
+        raise ValueError(f"{what} of {name} must differ from each other, got {twice[0]} twice")
+    return numbers
 
 
 def named(check: Check) -> Check:
@@ -268,15 +258,6 @@ def has(**checks: Check) -> Check:
         return checked
 
     return check_keys
-
-
-def model_facts(value: Any, name: str) -> None:
-    """A file's facts about the model."""
-    has(
-        **dict.fromkeys(("name", "hash", "architecture"), text),
-        num_layers=integer(1),
-        parameters=COUNT,
-    )(value, name)
 
 
 def layer_sets(value: Any, name: str) -> None:

@@ -95,7 +95,11 @@ _SEARCH = has(
     created=text,
     argv=items(text),
     environment=schema.environment,
-    model=schema.model_facts,
+    model=has(
+        **dict.fromkeys(("name", "hash", "architecture"), text),
+        num_layers=schema.integer(1),
+        parameters=COUNT,
+    ),
     **dict.fromkeys(("device", "dtype", "execution"), text),
     threads=optional(COUNT),
     law=_LAW,

@@ -27,7 +27,7 @@ from layerskip.serving.requests import Piece, Refusal, TextRequest, refusing
 from layerskip.serving.responses import ResponseAnswer, ResponseRequest, renamed
 from layerskip.serving.scheduler import Serving
 from layerskip.serving.served_texts import Text
-from layerskip.serving.tokenization import detokenized, tokenized, tokenizer_info
+from layerskip.serving.tokenization import detokenized, tokenized
 
 RESPONSES = "/v1/responses"
 BODY_SECONDS = 30.0  # time limit for a client to send the body of a request
@@ -139,7 +139,8 @@ def make_app(
 
     @get("/tokenizer_info")
     async def about_tokenizer() -> Response:
-        return JSONResponse(tokenizer_info(served))
+        names = ("bos_token", "eos_token", "pad_token", "unk_token", "chat_template")
+        return JSONResponse({name: getattr(served.tokenizer, name, None) for name in names})
 
     async def encoded(work: Callable[..., Any], body: Any) -> Any:
         long = served.encoder or any(each.pictures for each in getattr(body, "messages", ()))

@@ -14,14 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from layerskip.serving.answers import Answer
-from layerskip.serving.fields import (
-    ChatRequest,
-    Fields,
-    Share,
-    ToolFunction,
-    ToolName,
-    read,
-)
+from layerskip.serving.fields import ChatRequest, Fields, Share, ToolFunction, ToolName, read
 from layerskip.serving.requests import Piece, Refusal
 
 _NAMES = {  # of a chat's fields in this API

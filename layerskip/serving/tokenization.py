@@ -128,12 +128,6 @@ def tokenized(body: fields.Tokenize, served: Served) -> dict[str, Any]:
     }
 
 
-def tokenizer_info(served: Served) -> dict[str, Any]:
-    """Facts about the tokenizer that evaluators ask for: special tokens and the chat template."""
-    names = ("bos_token", "eos_token", "pad_token", "unk_token", "chat_template")
-    return {name: getattr(served.tokenizer, name, None) for name in names}
-
-
 def detokenized(body: fields.Detokenize, served: Served) -> dict[str, str]:
     """The text of token ids, including special tokens."""
     check_tokens(body.tokens, "tokens", served)
