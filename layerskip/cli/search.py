@@ -7,7 +7,6 @@ They are `study.log` (the trials; `--storage` names another place), `cost.json`,
 from __future__ import annotations
 
 import csv
-import io
 import json
 import math
 import time
@@ -27,7 +26,7 @@ from layerskip.cli.opening import open_model, open_passes
 from layerskip.cli.terminal import Talk, aligned, ratio, same_texts, to_json, two_columns
 from layerskip.files.locking import LOCK, alone
 from layerskip.files.records import redacted
-from layerskip.files.writing import write_text
+from layerskip.files.writing import replacing, write_text
 from layerskip.texts.prompts import Prompt
 from layerskip.texts.tokens import plural
 
@@ -143,9 +142,7 @@ def search(
 
         check_storage(storage)
     loaded = open_model(loading, talk)
-    loaded.store_halves(
-        loading.execution
-    )  # as `generate` does, so that costs are those of its passes
+    loaded.store_halves(loading.execution)  # as `generate` does, whose costs these are
 
     from layerskip.api.loading import encode
     from layerskip.bench.suite import make_header
@@ -311,7 +308,16 @@ def _run(
 
     def keep() -> int:
         rows = trials_table(steps.study, steps.space)
-        write_text(output / "trials.csv", _csv(rows))
+        names = max((list(row) for row in rows), key=len, default=[])  # failed trials have fewer
+        with (
+            replacing(output / "trials.csv") as partial,
+            partial.open("w", newline="", encoding="utf-8") as file,
+        ):
+            writer = csv.DictWriter(file, names, lineterminator="\n")
+            writer.writeheader()
+            for row in rows:  # sets of layers are JSON
+                sets = {key: json.dumps(each) for key, each in row.items() if type(each) is dict}
+                writer.writerow(row | sets)
         return sum(row["state"] == "complete" for row in rows)
 
     try:
@@ -395,15 +401,3 @@ def _table(finalists: Sequence[Finalist]) -> str:
         lines.append([*line, same_texts(timed) if timed else "-"])
         runs.append((each.name, f"{what}, lookup" if each.decoding.lookup else what))
     return "\n\n".join([aligned(lines), *([two_columns(runs)] if runs else [])])
-
-
-def _csv(rows: Sequence[dict[str, Any]]) -> str:
-    """Format the trials as CSV, one per line; sets of layers are JSON."""
-    text = io.StringIO()
-    names = max((list(row) for row in rows), key=len, default=[])  # failed trials have fewer
-    writer = csv.DictWriter(text, names, lineterminator="\n")
-    writer.writeheader()
-    for row in rows:
-        nested = {key: json.dumps(value) for key, value in row.items() if isinstance(value, dict)}
-        writer.writerow({**row, **nested})
-    return text.getvalue()
