@@ -145,8 +145,8 @@ def smaller_router(router: Any, top: int) -> Any:
     """
     if "forward" in vars(router):
         raise ValueError(
-            "drafts cannot take fewer experts of this model: its routers have a forward of their "
-            "own, which accelerate or a patch has put there; leave experts out"
+            "drafts cannot take fewer experts of this model: its routers have a custom forward, "
+            "which accelerate or a patch has put there; leave experts out"
         )
     made = copy(router)
     # The library's routers read one attribute or the other.
