@@ -1,4 +1,4 @@
-"""Regenerates the table in layerskip/families/architectures.py for the installed transformers.
+"""Regenerates the table in layerskip/families/served_models.py for the installed transformers.
 
     python scripts/architectures.py
 
@@ -21,7 +21,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 )
 
-from layerskip.families import architectures
+from layerskip.families import served_models
 from layerskip.families.known import ASSISTANTS, CONDITIONAL
 from layerskip.model.whole import support
 
@@ -58,14 +58,14 @@ def _served(kind: str) -> str:
 
 def main() -> None:
     levels = served()
-    groups_of = [*architectures.DRAFTS, *sorted({*levels.values()} - architectures.DRAFTS.keys())]
+    groups_of = [*served_models.DRAFTS, *sorted({*levels.values()} - served_models.DRAFTS.keys())]
     groups = ""
     for how in groups_of:
         names = " ".join(kind for kind, level in levels.items() if level == how)
         lines = textwrap.wrap(names, 92, break_on_hyphens=False, break_long_words=False)
         inside = "\n".join("        " + line for line in lines)
         groups += f'    "{how}": """\n{inside}\n    """,\n'
-    path = Path(architectures.__file__)
+    path = Path(served_models.__file__)
     text = re.sub(
         r"(?s)\n_GROUPS = \{.*?\n\}\n", "\n_GROUPS = {\n" + groups + "}\n", path.read_text()
     )

@@ -11,7 +11,7 @@ from marks import slow
 from models import ragged
 from small import EIGHT, NEW_TOKENS, alone, decoded, new_tokens, small_model
 
-from layerskip.families.architectures import DRAFTS, SERVED, TABLE, TRANSFORMERS
+from layerskip.families.served_models import DRAFTS, SERVED, TABLE, TRANSFORMERS
 from layerskip.files.environment import environment, render
 from layerskip.model.opened_models import open_model
 from layerskip.weights.rounded import linears

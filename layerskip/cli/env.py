@@ -13,7 +13,7 @@ def env(
 
     Example: layerskip env --json
     """
-    from layerskip.families.architectures import TABLE
+    from layerskip.families.served_models import TABLE
     from layerskip.files.environment import environment, render
     from layerskip.native import extension
 

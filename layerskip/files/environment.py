@@ -66,7 +66,7 @@ def render(facts: dict[str, Any]) -> str:
     """Format the result of `environment()` as lines to read or to paste into an issue.
 
     A `native` entry says whether native passes are built; an `architectures` entry is the table of
-    `layerskip.families.architectures`.
+    `layerskip.families.served_models`.
     """
     rows = [("layerskip", facts["layerskip"]), ("python", facts["python"])]
     rows += [(name, version or "not installed") for name, version in facts["packages"].items()]
