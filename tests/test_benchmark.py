@@ -20,7 +20,6 @@ from layerskip.bench.suite import price
 from layerskip.config.skips import SkipConfig
 from layerskip.costs.speculation import CostTable
 from layerskip.files.records import RunWriter, costs_key, key_of, read_run
-from layerskip.native.extension import refusal
 
 SKIP = SkipConfig.early_exit(3)
 COSTS = CostTable(0.2, (1.0, 1.1, 1.2, 1.3))
@@ -291,7 +290,7 @@ def test_times_of_rounds_add_up(model):
     assert sum(parts) == pytest.approx(seconds["total"])
 
 
-@pytest.mark.skipif(refusal() is not None, reason="no native passes here")
+@pytest.mark.usefixtures("built")
 def test_nothing_drafts_but_what_is_named():
     own = lively_model("llama", dtype=torch.float32)  # by default, it would draft in 8 bits
     method = Engine(own, Task(12), "self", lookup=True, controller="fixed")

@@ -34,7 +34,6 @@ from layerskip.files.locking import alone
 from layerskip.files.records import read_run, read_unfinished
 from layerskip.model.sublayers import EXECUTIONS, Sublayers
 from layerskip.native import extension
-from layerskip.native.extension import refusal
 from layerskip.texts.prompts import Prompt
 from layerskip.version import __version__
 
@@ -339,7 +338,7 @@ REPEATED = "w5 w7 w96 w20 w5 w7 w96 w20 w5 w7"
         ),
     ],
 )
-@pytest.mark.skipif(refusal() is not None, reason="no native passes here")
+@pytest.mark.usefixtures("built")
 def test_drafts_need_no_set_up(folder, flags, names, said):
     """The text does not change, whatever drafts, and one line names the drafts."""
     how = ("--prompt", REPEATED, "--max-new-tokens", 24, "--json")

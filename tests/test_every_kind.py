@@ -46,7 +46,6 @@ from layerskip.decoding.expected_gain import ExpectedGain
 from layerskip.decoding.laws import Law, softmax_law
 from layerskip.decoding.noise import accept_uniform
 from layerskip.decoding.passes import Passes
-from layerskip.native import extension
 from layerskip.replay.replayed_drafts import follow, replay
 from layerskip.replay.simulation import simulate
 from layerskip.replay.trace import take_trace
@@ -207,9 +206,9 @@ def sampled(source, processors, rejection, execution, folder):
 @pytest.mark.parametrize(
     ("source", "processors", "rejection", "execution"), [*REJECTION, *COUPLED, *EXECUTIONS]
 )
-def test_texts_follow_the_targets_law(source, processors, rejection, execution, folder):
-    if execution == "native" and extension.refusal():
-        pytest.skip(str(extension.refusal()))
+def test_texts_follow_the_targets_law(source, processors, rejection, execution, folder, request):
+    if execution == "native":
+        request.getfixturevalue("built")
     fits, tokens = sampled(source, processors, rejection, execution, folder)
     assert len(tokens) == len(SOURCES[source])
     assert all(0.1 * drafted < accepted < drafted for drafted, accepted in tokens), tokens

@@ -17,14 +17,11 @@ from layerskip.api.plan import open_plan
 from layerskip.api.settings import Settings
 from layerskip.bench import checks, suite
 from layerskip.files.gguf_contents import read_gguf
-from layerskip.native import extension
 from layerskip.serving.openai_api import Served
 from layerskip.weights.fingerprint import fingerprint
 from layerskip.weights.stored import Stored, stored_weights
 
-native = pytest.mark.skipif(
-    extension.refusal() is not None, reason="there are no native passes here"
-)
+native = pytest.mark.usefixtures("built")
 DRAFTS = {
     "default": {},
     "an exit": {"skip": SkipConfig.early_exit(2)},

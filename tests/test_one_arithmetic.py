@@ -16,17 +16,10 @@ from layerskip.api.generation import generate
 from layerskip.api.settings import LONGEST_DRAFT
 from layerskip.decoding.passes import Passes
 from layerskip.model.sublayers import Sublayers
-from layerskip.native import extension
 
 DTYPES = (torch.float32, torch.bfloat16)
+pytestmark = pytest.mark.usefixtures("built")
 WIDE = {"hidden_size": 72, "intermediate_size": 1700}  # several cuts of columns, and a remainder
-
-
-@pytest.fixture(autouse=True)
-def _built():
-    reason = extension.refusal()
-    if reason is not None:
-        pytest.skip(reason)
 
 
 def verified(opened, rows, lengths):

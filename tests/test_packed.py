@@ -17,16 +17,13 @@ from layerskip.api.loading import load
 from layerskip.api.plan import open_plan
 from layerskip.api.settings import Settings
 from layerskip.model.opened_models import sublayers_of
-from layerskip.native import extension
 from layerskip.weights.fingerprint import fingerprint
 from layerskip.weights.formats.codes import Codes
 from layerskip.weights.formats.folders import ignored_rounding, reader
 from layerskip.weights.formats.tensors import Tensors
 from layerskip.weights.stored import Stored, stored_weights, unpacked_model
 
-native = pytest.mark.skipif(
-    extension.refusal() is not None, reason="there are no native passes here"
-)
+native = pytest.mark.usefixtures("built")
 pytestmark = pytest.mark.filterwarnings("ignore:.* also rounds activations")
 LINEARS = 2 * 7  # of a model with two layers
 

@@ -21,9 +21,7 @@ from layerskip.weights.fingerprint import fingerprint
 from layerskip.weights.formats.gguf import gguf_model
 from layerskip.weights.stored import Stored, store_halves, unpacked_model
 
-pytestmark = pytest.mark.skipif(
-    extension.refusal() is not None, reason="there are no native passes here"
-)
+pytestmark = pytest.mark.usefixtures("built")
 
 
 def stored(rng, form, rows, columns):

@@ -141,10 +141,7 @@ def test_why_no_faster_execution_is_told(monkeypatch):
     assert Sublayers(model).describe() == "modules: layer 2 mlp has forward hooks"
 
 
-def test_of_native_passes_vectors_and_threads_are_told(monkeypatch):
-    reason = extension.refusal()
-    if reason is not None:
-        pytest.skip(reason)
+def test_of_native_passes_vectors_and_threads_are_told(built, monkeypatch):
     opened = Sublayers(tiny_model("llama", dtype=torch.float32))
     vectors = torch.backends.cpu.get_cpu_capability()
     assert (opened.execution, opened.reason) == ("native", None)

@@ -16,7 +16,6 @@ from layerskip.bench.methods import Task
 from layerskip.config.skips import SINK
 from layerskip.decoding.sources.sublayer_draft import SublayerDraft
 from layerskip.model.sublayers import Sublayers
-from layerskip.native.extension import refusal
 from layerskip.search import fitting
 from layerskip.search.fitting import space_for, windows_for
 from layerskip.search.pipeline import Search
@@ -143,7 +142,7 @@ def test_bytes_of_keys_that_a_step_reads():
         ("mistral", 8192, None),  # all of its layers slide
     ],
 )
-@pytest.mark.skipif(refusal() is not None, reason="no native passes here")
+@pytest.mark.usefixtures("built")
 def test_the_automatic_draft_has_a_window_where_texts_may_be_longer(family, positions, window):
     model = tiny_model(family, dtype=torch.float32, max_position_embeddings=positions)
     skip = automatic_draft(Sublayers(model)).skip
