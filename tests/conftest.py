@@ -87,6 +87,14 @@ def llama():
     return lively_model("llama")
 
 
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory):
+    """The folder of a tiny model that no test changes."""
+    from checkpoints import save_checkpoint
+
+    return save_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+
+
 @pytest.fixture
 def built():
     """Native passes, or the test is skipped."""

@@ -4,14 +4,7 @@ import re
 import sys
 
 import pytest
-from checkpoints import save_checkpoint
 from commands import PROMPT, refused
-
-
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory):
-    return save_checkpoint(tmp_path_factory.mktemp("tiny"))
-
 
 FILES = {  # files in the folder that the commands run in
     "diary": "my diary",
@@ -163,12 +156,12 @@ REFUSED = {  # by command
     ("line", "words"),
     [(start + rest, words) for start, cases in REFUSED.items() for rest, words in cases],
 )
-def test_bad_input_is_refused_in_one_line(folder, tmp_path, monkeypatch, line, words):
+def test_bad_input_is_refused_in_one_line(checkpoint, tmp_path, monkeypatch, line, words):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "peft", None)  # as if it were not installed
     for name, content in FILES.items():
         (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-    told = refused(*line.replace("MODEL", str(folder)).split())
+    told = refused(*line.replace("MODEL", str(checkpoint)).split())
     assert words in told or re.search(words, told)
     assert {path.name for path in tmp_path.iterdir()} == FILES.keys()
     assert (tmp_path / "diary").read_text() == "my diary"

@@ -24,11 +24,6 @@ from layerskip.weights.fingerprint import fingerprint
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return save_checkpoint(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
 def model(checkpoint):
     return load(str(checkpoint)).model
 

@@ -21,11 +21,6 @@ from layerskip.model.trained_weights import save_trained
 from layerskip.training import data, features, judging, stages
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return save_checkpoint(tmp_path_factory.mktemp("model"))
-
-
 @pytest.fixture
 def prompts(tmp_path):
     path = tmp_path / "prompts.txt"
