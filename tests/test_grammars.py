@@ -296,7 +296,7 @@ def test_a_text_that_needs_too_much_of_its_grammar(tokenizer):
 
 @pytest.mark.parametrize("mark", ["</think>", "<|pad|>"])  # spelled, and one token
 def test_text_is_free_up_to_a_mark(mark, tokenizer):
-    grammar = grammars.json_schema({"type": "object"}, tokenizer, behind=mark)
+    grammar = grammars.json_schema({"type": "object"}, tokenizer, after=mark)
     for text in (f'a {{"\n{mark}\n\n{{}}', f'{mark}{{"a": 1}}'):
         assert fits(grammar, text)
     for text in ("{}", mark, f"{mark}\n\n\n{{}}", f"a{mark}b{mark}{{}}"):
@@ -305,7 +305,7 @@ def test_text_is_free_up_to_a_mark(mark, tokenizer):
 
 def test_a_mark_inside_a_draft(model, tokenizer):
     """What is drafted behind it obeys the grammar."""
-    ids, grammar = prompt(9), grammars.json_schema({}, tokenizer, behind="</think>")
+    ids, grammar = prompt(9), grammars.json_schema({}, tokenizer, after="</think>")
     text, wrong = (tokenizer.encode(f"so</think>{end}") for end in ('{"a": 1}', "no {}"))
     how = {"logits_processor": [grammar, scripted([*text, EOS], 9)], "max_draft_length": 24}
     how |= {"draft_memory": 0, "controller": "fixed", "max_new_tokens": 30}

@@ -38,7 +38,7 @@ from layerskip.backends.base import Variant
 from layerskip.backends.native import Native
 from layerskip.decoding.laws import Law, Warp
 from layerskip.decoding.noise import gumbel_noise, starts_of, stream_key
-from layerskip.decoding.rules import ahead, largest, runners_up, with_margin
+from layerskip.decoding.rules import largest, margins_of, runners_up, with_margin
 from layerskip.model.sublayers import Pass, Sublayers
 from layerskip.native import extension
 from layerskip.replay.chain_cache import ChainCache
@@ -897,7 +897,7 @@ def test_native_draws_are_torchs_bit_by_bit(built, size, warp):
             assert torch.equal(others[want >= 0], best_but_one[want >= 0])
             assert torch.equal(tokens, want)
             assert torch.equal(tokens, largest(noisy))
-            assert torch.equal(ahead(behind)[want >= 0], margins[want >= 0])
+            assert torch.equal(margins_of(behind)[want >= 0], margins[want >= 0])
 
 
 @pytest.mark.parametrize("spread", [0.0, 1e-3, 0.3, 3.0, 30.0])

@@ -148,7 +148,7 @@ def places(everywhere=False):
         TreePosition(0.5, (9, -1), (0.9, 0.1)),
     ]
     for place, after in pairwise(said):
-        place.behind.update(dict.fromkeys(place.tokens[: 2 if everywhere else 1], after))
+        place.after.update(dict.fromkeys(place.tokens[: 2 if everywhere else 1], after))
     return said[0]
 
 

@@ -161,7 +161,7 @@ class Conversation:
     """The messages so far, and the settings of the next answer.
 
     Attributes:
-        form: gives the logits processors behind a prompt.
+        form: gives the logits processors after a prompt.
         system: the system message, or None.
         seed: seed of the first answer; later answers count up from it. None: random seeds.
         answers: number of answers since the seed was set or the conversation was forgotten.

@@ -341,7 +341,7 @@ class Sampling(Flags):
         return {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
 
     def processors(self, loaded: Loaded, prompt: Sequence[int] = ()) -> list[Any]:
-        """The logits processors that give the text behind a prompt its form: at most one."""
+        """The logits processors that give the text after a prompt its form: at most one."""
         return []
 
     def task(self, model: Any, max_new_tokens: int, *, seed: int, execution: str) -> Task:
@@ -415,11 +415,11 @@ class Writing(Sampling):
         from layerskip.texts.grammars import json_schema, regex
 
         tokenizer, eos = loaded.tokenizer, sorted(end_tokens(loaded.model)) or None
-        behind = left_open(reasoning_of("auto", template_of(tokenizer)), tokenizer, prompt)
+        after = left_open(reasoning_of("auto", template_of(tokenizer)), tokenizer, prompt)
         if self.schema is not None:
-            return [json_schema(self.schema, tokenizer, eos=eos, behind=behind)]
+            return [json_schema(self.schema, tokenizer, eos=eos, after=after)]
         assert self.regex is not None
-        return [regex(self.regex, tokenizer, eos=eos, behind=behind)]
+        return [regex(self.regex, tokenizer, eos=eos, after=after)]
 
 
 def check_limit(name: str, value: float | None, unit: str) -> None:

@@ -188,8 +188,9 @@ class Draws:
         self, raw: Tensor, positions: Sequence[Position], signal: str | None, best: int
     ) -> Drawn:
         if self.native is not None and signal != "probability":
-            tokens, behind, second = self._drawn(self.native, raw, positions)
-            sure, ranked = rules.ahead(behind) if signal == "margin" else None, [tokens, second]
+            tokens, negative, second = self._drawn(self.native, raw, positions)
+            sure = rules.margins_of(negative) if signal == "margin" else None
+            ranked = [tokens, second]
             while len(ranked) < best:  # find the two best of the remaining tokens
                 best_two = torch.stack(ranked[-2:], 1)  # (N, 2)
                 raw = raw.scatter(1, best_two.clamp_min(0), -math.inf)

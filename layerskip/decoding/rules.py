@@ -57,8 +57,8 @@ def with_margin(scores: Tensor) -> tuple[Tensor, Tensor]:
     (best, token), *searched = _best(scores)
     # The second-best is in one of the tensors in which the maximum was found.
     others = [values.scatter(1, place, -math.inf).amax(-1) for values, place in searched]  # (N,)
-    behind = reduce(torch.maximum, others).sub_(best[:, 0])  # (N,), -m
-    return torch.where(best > float("-inf"), token, -1)[:, 0], ahead(behind)
+    negative = reduce(torch.maximum, others).sub_(best[:, 0])  # (N,), -m
+    return torch.where(best > float("-inf"), token, -1)[:, 0], margins_of(negative)
 
 
 def runners_up(scores: Tensor, best: Tensor, count: int) -> Tensor:
@@ -70,9 +70,9 @@ def runners_up(scores: Tensor, best: Tensor, count: int) -> Tensor:
     return torch.where(values > -math.inf, tokens, -1)
 
 
-def ahead(behind: Tensor) -> Tensor:
+def margins_of(negative: Tensor) -> Tensor:
     """1 - exp(-m) from -m, the second-best scores minus the best, in place, (N,)."""
-    return behind.expm1_().neg_()
+    return negative.expm1_().neg_()
 
 
 def _best(scores: Tensor) -> list[tuple[Tensor, Tensor]]:

@@ -170,8 +170,8 @@ def eagle_config(source: str | os.PathLike[str]) -> dict[str, Any] | None:
     if kind is None and "eagle3" in named:  # the format of EAGLE's authors
         more = config.get("eagle_config") or {}
         depths = config.get("eagle_aux_hidden_state_layer_ids")
-        behind = more.get("eagle_aux_hidden_state_layer_ids")  # here, numbers of the layers
-        depths = [number + 1 for number in behind] if behind and not depths else depths
+        numbers = more.get("eagle_aux_hidden_state_layer_ids")  # here, numbers of the layers
+        depths = [number + 1 for number in numbers] if numbers and not depths else depths
         config = config | {"transformer_layer_config": config | {"model_type": "llama"}}
         return config | {"eagle_aux_hidden_state_layer_ids": depths}
     return None if kind is None else config

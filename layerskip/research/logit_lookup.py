@@ -169,7 +169,7 @@ class _State(State):
         self._copied[row] = copied
         copy, match = list(copied.tokens or ()), copied.match or 0
 
-        def behind(
+        def children(
             node: int, chance: float, here: tuple[list[int], int, bool]
         ) -> Iterator[tuple[bool, float, int, tuple[list[int], int, bool]]]:
             context, depth, copies = here  # the last tokens, how many, and whether they are copied
@@ -187,7 +187,7 @@ class _State(State):
                     goes_on = copies and copy[depth : depth + 1] == [token]
                     yield False, chance * rate, token, (*there, goes_on)
 
-        nodes = best_first(min(most, self.source.nodes), behind, (self.ends[row], 0, True))
+        nodes = best_first(min(most, self.source.nodes), children, (self.ends[row], 0, True))
         tree = _Tree([each.parent for each in nodes], [each.token for each in nodes], bests)
         self._trees[row] = tree
         if not nodes:

@@ -28,13 +28,13 @@ class TreePosition:
         confidence: of the best token.
         tokens: the best ones, in order.
         rates: the probability that each is right, if everything before the position is.
-        behind: by token, the draft's results after it, if known.
+        after: by token, the draft's results after it, if known.
     """
 
     confidence: float
     tokens: Sequence[int]
     rates: Sequence[float]
-    behind: dict[int, TreePosition] = field(default_factory=dict)
+    after: dict[int, TreePosition] = field(default_factory=dict)
 
 
 class Node(NamedTuple):
@@ -47,21 +47,21 @@ class Node(NamedTuple):
 
 def best_first(
     most: int,
-    behind: Callable[[int, float, Any], Iterable[tuple[bool, float, int, Any]]],
+    children: Callable[[int, float, Any], Iterable[tuple[bool, float, int, Any]]],
     here: Any,
 ) -> list[Node]:
     """The likeliest tokens of a tree, in decreasing order, each after its parent.
 
     Args:
         most: maximum number of tokens.
-        behind: called with a node's number, chance and position; gives for each token that may
+        children: called with a node's number, chance and position; gives for each token that may
             follow: whether it ranks after all others, its chance, itself, and its position.
         here: the position of the row's last token.
     """
     nodes, chance, order = list[Node](), 1.0, count()
     waiting: list[tuple[bool, float, int, int, int, Any]] = []
     while len(nodes) < most:
-        for later, likely, token, place in behind(len(nodes), chance, here):
+        for later, likely, token, place in children(len(nodes), chance, here):
             heappush(waiting, (later, -likely, next(order), len(nodes), token, place))
         if not waiting:
             break
@@ -82,16 +82,16 @@ def grown(
         ends: tokens that nothing follows.
     """
 
-    def behind(
+    def children(
         node: int, chance: float, place: TreePosition | None
     ) -> Iterator[tuple[bool, float, int, TreePosition | None]]:
         likeliest = zip(place.tokens, place.rates, strict=False) if place else ()
         for rank, (token, rate) in enumerate(likeliest):
-            beside, there = rank > 0 or node >= chain, place and place.behind.get(token)
+            beside, there = rank > 0 or node >= chain, place and place.after.get(token)
             if token >= 0 and (not beside or there is not None or chance * rate >= LEAST):
                 yield beside, chance * rate, token, None if token in ends else there
 
-    return best_first(most, behind, root)
+    return best_first(most, children, root)
 
 
 class GrownTrees:
@@ -119,7 +119,7 @@ class GrownTrees:
         result = TreePosition(confidence, tokens, self.gains.rates(confidence, len(tokens)))
         if (before := self._latest.get(row)) is not None:
             followed = before.tokens if self.everywhere else before.tokens[:1]
-            before.behind.update(dict.fromkeys(followed, result))
+            before.after.update(dict.fromkeys(followed, result))
         else:
             self.results[row] = result
         self._latest[row] = result
@@ -158,7 +158,7 @@ class GrownTrees:
             self.gains.see_rank(row, result.confidence, rank)
             if token in self.ends[row]:
                 return
-            result = result.behind.get(token)
+            result = result.after.get(token)
 
 
 class TreeGain(ExpectedGain):

@@ -156,7 +156,7 @@ class Answer:
     """All choices of a request, and the JSON documents for them, whole or as events."""
 
     done = "data: [DONE]\n\n"
-    """What clients expect behind the last event."""
+    """What clients expect after the last event."""
 
     def __init__(self, body: GenerationRequest, model: str, choices: Sequence[Choice]) -> None:
         self.choices, self.model = choices, model

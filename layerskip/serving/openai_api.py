@@ -98,7 +98,7 @@ def answer_of(
     """Prepare the answer to a request: n texts for each prompt, choice i with seed + i.
 
     Args:
-        form: gives the logits processors behind a prompt if the request asks for no form or tools.
+        form: gives the logits processors after a prompt if the request asks for no form or tools.
 
     Raises:
         Refusal: another model is named, a prompt is empty, too long or has unknown tokens, or
@@ -119,11 +119,11 @@ def answer_of(
     check_tokens(body.stop_token_ids, "stop_token_ids", served)
     prompts, seen = prompts_of(body, served)
     format_, reasoning = (_format(chat, served), served.reasoning) if chat else (None, None)
-    behind = left_open(reasoning, served.tokenizer, prompts[0])
+    after = left_open(reasoning, served.tokenizer, prompts[0])
     if body.response_format is None and format_ is None:
         grammar = form(prompts[0])
     else:
-        grammar = _form(body, served, format_, behind)
+        grammar = _form(body, served, format_, after)
     if body.response_format is not None and grammar:
         format_ = None  # no calls are read in text of a form
     marks = [*(reasoning or ()), *(() if format_ is None else format_.marks)]
@@ -165,9 +165,7 @@ def answer_of(
                 served.tokenizer,
                 replace(task, seed=seed + own),
                 body.stops,
-                reader=Reader(
-                    format_, names, reasoning, inside=behind is not None, several=several
-                ),
+                reader=Reader(format_, names, reasoning, inside=after is not None, several=several),
                 keep=keep,
                 echo=echo,
                 hidden=limit == 0,
@@ -200,10 +198,10 @@ def _format(body: ChatRequest, served: Served) -> Format | None:
 
 
 def _form(
-    body: GenerationRequest, served: Served, format_: Format | None, behind: str | None
+    body: GenerationRequest, served: Served, format_: Format | None, after: str | None
 ) -> Sequence[Any]:
     """The form that a request asks for as processors: `response_format`, or calls if required."""
-    how: dict[str, Any] = {"eos": served.eos, "behind": behind}
+    how: dict[str, Any] = {"eos": served.eos, "after": after}
     if body.response_format is not None:
         with refusing("response_format"):
             return response_format(body.response_format, served.tokenizer, **how)

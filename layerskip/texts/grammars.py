@@ -51,7 +51,7 @@ class Grammar:
     def __init__(self, compiled: Any, eos: Sequence[int], tokenizer: Any) -> None:
         self.compiled, self.eos, self.tokenizer = compiled, eos, tokenizer
         self.matcher = compiled.deep_copy()
-        self._behind = 0  # tokens after the grammar's end, which the matcher does not see
+        self._past_end = 0  # tokens after the grammar's end, which the matcher does not see
         self._called: list[list[int]] = []  # the rows in the last call of `__call__`
         self._width = 0  # number of their prompt tokens
         self._rows: list[Grammar] = []
@@ -87,20 +87,20 @@ class Grammar:
     def forced(self) -> list[int]:
         """Return the tokens that must follow here, as far as they are known. Other tokens may spell
         the same text."""
-        tokens: list[int] = [] if self._behind else self.matcher.compute_ff_tokens()
+        tokens: list[int] = [] if self._past_end else self.matcher.compute_ff_tokens()
         return tokens
 
     def advance(self, token: int) -> None:
         """Advance by a token. After a token that is not allowed, the text has ended."""
-        if self._behind or token in self.eos or not self.matcher.try_consume_tokens([token]):
-            self._behind += 1
+        if self._past_end or token in self.eos or not self.matcher.try_consume_tokens([token]):
+            self._past_end += 1
 
     def rollback(self, count: int) -> None:
         """Undo the last `count` tokens."""
-        behind = min(count, self._behind)
-        self._behind -= behind
-        if count > behind:
-            self.matcher.rollback(count - behind)
+        past_end = min(count, self._past_end)
+        self._past_end -= past_end
+        if count > past_end:
+            self.matcher.rollback(count - past_end)
 
     def mask(self, scores: Tensor) -> Tensor:
         """Set the scores (V,) of every token that is not allowed here to -inf.
@@ -108,13 +108,13 @@ class Grammar:
         V may be larger than the tokenizer's vocabulary, as with padded heads, or smaller.
         """
         allowed = np.zeros(len(scores), dtype=bool)  # (V,)
-        packed = b"" if self._behind else self.matcher.compute_bitmask()
+        packed = b"" if self._past_end else self.matcher.compute_bitmask()
         if self.matcher.is_error():
             raise GrammarLimit(f"the grammar failed: {_reason(self.matcher)}; simplify it")
         bits = np.unpackbits(np.frombuffer(packed, dtype=np.uint8), bitorder="little")
         allowed[: len(bits)] = bits[: len(scores)]
         ends = [token for token in self.eos if token < len(scores)]
-        allowed[ends] = self._behind > 0 or self.matcher.is_accepting()
+        allowed[ends] = self._past_end > 0 or self.matcher.is_accepting()
         here = torch.from_numpy(allowed).to(scores.device)  # (V,)
         return scores.masked_fill(~here, -float("inf"))
 
@@ -124,7 +124,7 @@ def response_format(
     tokenizer: Any,
     *,
     eos: Sequence[int] | None = None,
-    behind: str | None = None,
+    after: str | None = None,
 ) -> list[Grammar]:
     """Convert OpenAI's `response_format` to logits processors; there are none for text.
 
@@ -148,7 +148,7 @@ def response_format(
                 "(there with a name, a description and strict, if you like), "
                 '{"type": "json_object"} or {"type": "text"}'
             )
-    return [json_schema(schema, tokenizer, eos=eos, behind=behind)]
+    return [json_schema(schema, tokenizer, eos=eos, after=after)]
 
 
 def json_schema(
@@ -157,7 +157,7 @@ def json_schema(
     *,
     eos: int | Sequence[int] | None = None,
     whitespace: bool = False,
-    behind: str | None = None,
+    after: str | None = None,
 ) -> Grammar:
     """Make a logits processor that restricts new text to JSON that matches a schema.
 
@@ -173,7 +173,7 @@ def json_schema(
         eos: tokens that end a text; by default the tokenizer's.
         whitespace: whether whitespace is allowed between JSON tokens; if not, the JSON is written
             on one line, as by `json.dumps`.
-        behind: a mark, as `</think>`, up to which the text is free; the JSON follows it.
+        after: a mark, as `</think>`, up to which the text is free; the JSON follows it.
 
     Raises:
         ValueError: the schema is invalid or cannot be satisfied, or llguidance is not installed or
@@ -190,7 +190,7 @@ def json_schema(
     grammar = _library().LLMatcher.grammar_from_json_schema(
         close_objects(schema), overrides={} if whitespace else IN_A_LINE
     )
-    return _compiled(grammar, tokenizer, eos, behind)
+    return _compiled(grammar, tokenizer, eos, after)
 
 
 def regex(
@@ -198,7 +198,7 @@ def regex(
     tokenizer: Any,
     *,
     eos: int | Sequence[int] | None = None,
-    behind: str | None = None,
+    after: str | None = None,
 ) -> Grammar:
     r"""Make a logits processor for new text that as a whole matches a regular expression.
 
@@ -207,7 +207,7 @@ def regex(
     """
     if not pattern.startswith("(?u)"):
         pattern = re.sub(r"\\(.)", _ascii, pattern, flags=re.DOTALL)
-    return _compiled(_library().LLMatcher.grammar_from_regex(pattern), tokenizer, eos, behind)
+    return _compiled(_library().LLMatcher.grammar_from_regex(pattern), tokenizer, eos, after)
 
 
 def lark(
@@ -215,14 +215,14 @@ def lark(
     tokenizer: Any,
     *,
     eos: int | Sequence[int] | None = None,
-    behind: str | None = None,
+    after: str | None = None,
 ) -> Grammar:
     """Make a logits processor that restricts new text to a grammar in llguidance's Lark syntax.
 
     Arguments and errors are those of `json_schema`.
     """
     given = json.dumps({"grammars": [{"lark_grammar": grammar}]})
-    return _compiled(given, tokenizer, eos, behind)
+    return _compiled(given, tokenizer, eos, after)
 
 
 def search_terminal(pattern: str) -> str | None:
@@ -324,7 +324,7 @@ def _library() -> Any:
     return llguidance
 
 
-def _behind(mark: str, grammar: str, tokenizer: Any) -> str:
+def _after_mark(mark: str, grammar: str, tokenizer: Any) -> str:
     """Put free text up to the first occurrence of a mark, and up to two spaces, before a grammar.
 
     If the mark is one token, it ends the text; its characters cannot be spelled by others.
@@ -341,7 +341,7 @@ def _behind(mark: str, grammar: str, tokenizer: Any) -> str:
 
 
 def _compiled(
-    grammar: str, tokenizer: Any, eos: int | Sequence[int] | None, behind: str | None = None
+    grammar: str, tokenizer: Any, eos: int | Sequence[int] | None, after: str | None = None
 ) -> Grammar:
     given = tokenizer.eos_token_id if eos is None else eos
     ends = (given,) if isinstance(given, int) else tuple(given or ())
@@ -349,8 +349,8 @@ def _compiled(
         raise ValueError(
             "a grammar needs a token that ends a text, but the tokenizer has none; give eos="
         )
-    if behind is not None:
-        grammar = _behind(behind, grammar, tokenizer)
+    if after is not None:
+        grammar = _after_mark(after, grammar, tokenizer)
     return Grammar(_matcher(grammar, tokenizer, ends), ends, tokenizer)
 
 

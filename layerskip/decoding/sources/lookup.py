@@ -22,14 +22,14 @@ class Automaton:
     their longest suffix that also ends at other places.
 
     Attributes:
-        behind: the place after the latest (in loops a late) earlier occurrence of the text's end.
+        follower: the place after the latest (in loops a late) earlier occurrence of the text's end.
         following, link, length, end: for every state its transitions, its link, the length of its
             longest substring, and its last end (-1: only at the end of a text).
     """
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
-        self.match = self.behind = 0
+        self.match = self.follower = 0
         self.following: list[dict[int, int]] = [{}]
         self.link, self.length, self.end = [-1], [0], [-1]
         self._last = 0
@@ -62,7 +62,7 @@ class Automaton:
                     state = link[state]
                 link[old] = link[new] = short
         self._last, state = new, link[new]
-        self.match, self.behind = length[state], end[state] + 1
+        self.match, self.follower = length[state], end[state] + 1
         for _ in range(_ANCESTORS if place >= 0 else 0):
             if state <= 0:
                 break
@@ -184,6 +184,6 @@ class LookupRow:
             return Proposal.of(tokens, match)
         if not history.match:
             return NOTHING
-        period = len(history.tokens) - history.behind
-        tokens = [history.tokens[history.behind + i % period] for i in range(longest)]
+        period = len(history.tokens) - history.follower
+        tokens = [history.tokens[history.follower + i % period] for i in range(longest)]
         return Proposal.of(tokens, history.match)

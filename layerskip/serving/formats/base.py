@@ -49,7 +49,7 @@ class Format(ABC):
         begin: the mark at the beginning of a call.
         bare: a pattern of what begins a call without its mark, where an answer begins.
         between: a pattern of what stands between a call and another one without its mark.
-        after: a pattern of what belongs to the calls behind the last one.
+        after: a pattern of what belongs to the calls, after the last one.
         marks: texts of tokens to read even if a tokenizer calls them special.
     """
 
