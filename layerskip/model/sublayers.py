@@ -132,12 +132,15 @@ class Sublayers(Architecture):
 
     def __init__(self, model: nn.Module, execution: str = "auto") -> None:
         super().__init__(model)
-        self.backend, self.reason = _backend(self, execution)
-        self.execution = self.backend.name
-        self.blocks = self.backend.blocks
-        self.drawn = self.backend.drawn
-        self.head: Block = self.backend.head()
-        self.weights = DraftWeights(self, self.backend, self.head)
+        self._compute_with(*_backend(self, execution), DraftWeights)
+
+    def _compute_with(
+        self, backend: Backend, reason: str | None, weights: type[DraftWeights]
+    ) -> None:
+        self.backend, self.reason, self.execution = backend, reason, backend.name
+        self.blocks, self.drawn = backend.blocks, backend.drawn
+        self.head: Block = backend.head()
+        self.weights = weights(self, backend, self.head)
 
     @property
     def exact(self) -> bool:

@@ -24,7 +24,7 @@ from transformers import (
     DynamicCache,
 )
 
-from layerskip.backends.base import Backend, Block, Variant
+from layerskip.backends.base import Block, Variant
 from layerskip.cache import recurrent as recurrents
 from layerskip.cache.library_cache import LibraryCache
 from layerskip.cache.rows import RowCache
@@ -184,12 +184,7 @@ class Whole(Sublayers):
         embedding = self.model.get_input_embeddings()
         self.dtype, self.device = embedding.weight.dtype, device_of(embedding)
         self.spread = len({weight.device for weight in model.parameters()}) > 1
-        self.backend: Backend = Forward(self)
-        self.execution = self.backend.name
-        self.blocks = self.backend.blocks
-        self.drawn = None
-        self.head = self.backend.head()
-        self.weights = _Weights(self, self.backend, self.head)
+        self._compute_with(Forward(self), why, _Weights)
 
     def new_cache(self, rows: int, slots: int) -> RowCache:
         if self.encoder:
