@@ -499,8 +499,6 @@ TABLES = {
 }
 MARGIN = 16  # positions past the end that the last round may read
 
-Text = tuple[list[bool], list[float]]
-
 
 def simulate(controller, texts, length):
     """How many rounds took how many draft steps, until the slowest row ends."""

@@ -25,9 +25,6 @@ from layerskip.decoding.sources.official import Official
 from layerskip.library import cache_name
 from layerskip.model.sublayers import Sublayers
 
-NEW = 24
-
-
 # ---- Its steps, against the library's own class ----
 
 

@@ -17,9 +17,6 @@ from models import lively_model
 from optuna.storages import RDBStorage
 from optuna.trial import TrialState
 
-from layerskip.config.skips import SkipConfig
-from layerskip.files.searches import read_search
-
 pytestmark = pytest.mark.postgres
 
 WORKER = """
@@ -31,39 +28,11 @@ sys.argv[1:] = arguments
 from layerskip.cli.main import main
 sys.exit(main())
 """
-ALONG = """
-import os
-os.nice(10)
-os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-"""
-BUSY = ALONG + "while True: pass"
-"""Takes half of the core that a slowed worker is on."""
-START = """
+HANGS = """
 import pathlib, time
 from layerskip.search.objective import Objective
-from layerskip.search.pipeline import Search
 begun = pathlib.Path(arguments[arguments.index("--output") + 1]).with_name("begun")
-evaluate, search = Objective.__call__, Search.run
-"""
-SLOWED = f"""
-{ALONG}{START}
-def tell(self, *mask):
-    found = evaluate(self, *mask)
-    begun.touch()
-    return found
-Objective.__call__ = tell
-"""
-FAST = f"""
-{START}
-def wait(self, *settings, **more):
-    while not begun.exists():
-        time.sleep(0.01)
-    search(self, *settings, **more)
-Search.run = wait
-"""
-"""Else it would be done before the other has begun."""
-HANGS = f"""
-{START}
+evaluate = Objective.__call__
 def hang(self, *mask):
     if len(self._evaluated) == 3:
         begun.touch()
@@ -151,25 +120,6 @@ def trials_in(server, name):
     finally:
         storage.remove_session()
         storage.engine.dispose()
-
-
-def test_a_fast_and_a_slowed_worker_share_a_study(server, worker, tmp_path):
-    loop = subprocess.Popen([sys.executable, "-c", BUSY])
-    try:
-        both = [worker("slow", SLOWED, server, "--trials", 16)]
-        both.append(worker("fast", FAST, server, "--trials", 16))
-        for child in both:
-            said = child.communicate(timeout=500)[1]  # warnings about the loop
-            assert child.returncode == 0, said
-    finally:
-        loop.kill()
-        loop.wait()
-    found = {name: read_search(tmp_path / name / "search.json") for name in ("slow", "fast")}
-    slow, fast = ({t["number"]: t for t in each["trials"]} for each in found.values())
-    shared = slow.keys() & fast.keys()
-    assert len(shared) >= 15
-    assert all(slow[n]["speedup"] == fast[n]["speedup"] for n in shared)
-    assert all(SkipConfig.load(tmp_path / name / "skip.json") for name in found)
 
 
 def test_the_trial_of_a_killed_worker_is_taken_up(server, worker, tmp_path):

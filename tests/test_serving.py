@@ -5,7 +5,6 @@ import random
 import resource
 import threading
 import tracemalloc
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -33,7 +32,6 @@ from layerskip.timing import cost_tables
 
 SETTINGS = {"skip": SkipConfig.early_exit(2), "execution": "fused"}
 CAPTURED = {"execution": "captured", "memory": 1 << 22}  # whose buffers have at least 257 slots
-Starts = Sequence[Sequence[int]]
 STARTS = [[], [5, 6, 7, 8, 9], [5, 6, 7, 8, 30, 31]]
 
 
