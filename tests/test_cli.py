@@ -129,7 +129,7 @@ def test_a_temperature_alone_samples_and_0_is_greedy(folder, expected):
     warm = ("--temperature", 1.5, "--seed", 4)
     result = generate(folder, *DRAFT, *warm)
     asked = generate(folder, *DRAFT, *warm, "--do-sample")
-    said = "sampling, as --temperature 1.5 asks\n"
+    said = "sampling, because --temperature is 1.5\n"
     assert (result.stderr.count(said), asked.stderr.count(said)) == (1, 0)
     assert tiny_tokenizer().decode(expected) not in (result.stdout, asked.stdout)
     assert result.stdout == asked.stdout
@@ -575,7 +575,7 @@ def test_how_passes_are_computed_is_said_once(folder, monkeypatch):
     monkeypatch.setattr(extension, "refusal", lambda: "no C++ compiler was found")
     for flags, expected in (
         ((), "passes: fused: no C++ compiler was found"),
-        (("--quiet",), "layerskip: warning: passes take the fused path: no C++ compiler was found"),
+        (("--quiet",), "layerskip: warning: passes use the fused path: no C++ compiler was found"),
     ):
         native.warn_refusal.cache_clear()
         lines = run(*how, "--dtype", "float32", *flags).stderr.splitlines()

@@ -84,7 +84,7 @@ def test_the_state_of_native_passes_is_told_without_building_them(tmp_path, monk
         assert extension.status() == f"built, {vectors}, {tiles}"
     monkeypatch.setattr(platform, "system", lambda: "Windows")
     refused = "none: native passes are built on Linux and macOS, not Windows"
-    assert extension.status() == f"{refused}. Without them passes are torch's, and slower"
+    assert extension.status() == f"{refused}. Passes use torch instead, which is slower"
 
 
 def test_a_mac_is_told_what_it_gets(tmp_path, monkeypatch):

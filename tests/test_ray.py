@@ -45,7 +45,7 @@ def test_two_workers_write_the_file_of_one_process_though_the_driver_is_killed(g
     _, said = process.communicate()
     assert process.returncode == 1
     first, *_, failed = said.splitlines()
-    assert first.endswith("of 40 rows there already")
+    assert first.endswith("of 40 rows already done")
     assert "Ray: machines 1, models 2," in said
     assert "1 prompt failed" in failed
     assert output.read_bytes().startswith(kept)

@@ -73,7 +73,7 @@ def test_a_line_may_limit_its_own_text(given, tmp_path):
     for id_, row in rows(output).items():
         assert row["token_ids"] == rows(whole)[id_]["token_ids"][: limits.get(id_, 8)]
         assert row["finish_reason"] == "length"
-    assert "9 of 9 rows there already" in run(given, output, *SAMPLED).stderr
+    assert "9 of 9 rows already done" in run(given, output, *SAMPLED).stderr
     given.write_text(given.read_text().replace('_tokens": 5', '_tokens": 6'))
     assert "from another prompt" in run(given, output, *SAMPLED).stderr
 

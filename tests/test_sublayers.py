@@ -129,7 +129,7 @@ def test_why_no_faster_execution_is_told(monkeypatch):
     model = tiny_model("llama", dtype=torch.float32)
     assert Sublayers(model, "fused").describe() == "fused: as asked for"
     assert Sublayers(model.double()).describe() == (
-        "fused: native passes are in float32 or bfloat16, not ['torch.float64']"
+        "fused: native passes need float32 or bfloat16, not ['torch.float64']"
     )
     model = model.float()
     monkeypatch.setattr(extension, "refusal", lambda: "no C++ compiler was found")

@@ -167,7 +167,7 @@ def _compiles(kernels: Any, device: torch.device, dtype: torch.dtype) -> bool:
     try:
         kernels.product(x, [(x, None), (x, None)], gate=1)
     except Exception as error:  # compilers fail in many ways
-        warnings.warn(f"passes take torch's kernels: Triton failed with {error!r}", stacklevel=2)
+        warnings.warn(f"passes use torch's kernels: Triton failed with {error!r}", stacklevel=2)
         return False
     return True
 

@@ -52,13 +52,13 @@ def normal_threads() -> int | None:
 def refusal(model: Architecture) -> str | None:
     """Why a model that the fused path supports has no native passes, or None."""
     if model.device.type != "cpu":
-        return f"native passes are a CPU's, the model is on {model.device.type}"
+        return f"native passes need a CPU; the model is on {model.device.type}"
     modules = [*model.layers, model.unembedding]
     modules += [model.decoder.per_layer_model_projection] if model.inputs_width else []
     weights = [w for each in modules for w in (*each.parameters(), *each.buffers())]
     dtypes = {model.dtype, *(weight.dtype for weight in weights)}
     if len(dtypes) > 1 or not dtypes <= {*_DTYPES}:
-        return f"native passes are in float32 or bfloat16, not {sorted(map(str, dtypes))}"
+        return f"native passes need float32 or bfloat16, not {sorted(map(str, dtypes))}"
     if not all(weight.is_contiguous() for weight in weights):
         return "a weight is not contiguous"
     for part in model.parts:
@@ -69,14 +69,14 @@ def refusal(model: Architecture) -> str | None:
         for module in acting:
             function = activation(module)
             if function is not F.silu and not isinstance(function, partial):
-                return f"there are no native passes with {type(function).__name__}"
+                return f"native passes do not support {type(function).__name__}"
     return None
 
 
 @cache
 def warn_refusal(reason: str) -> None:
     """Warn, once, that there are no native or captured passes."""
-    warnings.warn(f"passes take the fused path: {reason}", stacklevel=2)
+    warnings.warn(f"passes use the fused path: {reason}", stacklevel=2)
 
 
 @dataclass(frozen=True, eq=False)

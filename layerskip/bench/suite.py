@@ -244,7 +244,7 @@ class Suite:
             if isinstance(assistant.model, Eagle):
                 self.say(f"{name} is left out: transformers reads no EAGLE-3 heads")
             elif is_assistant(assistant.model.config) and not library_can_assist(model.config):
-                self.say(f"{name} is left out: transformers hands over no keys of this model")
+                self.say(f"{name} is left out: transformers cannot assist this model with it")
             else:
                 methods.append(Peer(model, task, name, options=second, details=details))
         if kinds & {*LLAMAS}:

@@ -328,7 +328,7 @@ class Sampling(Flags):
             warn_idle(idle, f"with --temperature {given:g}, which takes the most likely tokens")
             chosen = replace(self, do_sample=False, temperature=None)
         elif given is not None and not self.do_sample:
-            talk.say(f"sampling, as --temperature {given:g} asks")
+            talk.say(f"sampling, because --temperature is {given:g}")
             chosen = replace(self, do_sample=True)
         if not chosen.do_sample:
             settings = {**chosen.settings, "acceptance": self.acceptance, "seed": seed}

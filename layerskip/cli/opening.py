@@ -71,7 +71,7 @@ def open_passes(
 
     with warnings.catch_warnings():
         if not talk.quiet:  # the line below says the same
-            warnings.filterwarnings("ignore", "passes take the fused path")
+            warnings.filterwarnings("ignore", "passes use the fused path")
         opened = loaded.opened(loading.execution)
     threads = loading.threads or threads
     if threads is None and opened.device.type == "cpu":

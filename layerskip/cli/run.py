@@ -111,7 +111,7 @@ def run(
     with open_answers(output, prints, part, retry_errors=retry_errors, force=force) as answers:
         left = sum(each.id not in answers.done for _, each in numbered)
         if left < len(numbered):
-            talk.say(f"{len(numbered) - left} of {plural(len(numbered), 'row')} there already")
+            talk.say(f"{len(numbered) - left} of {plural(len(numbered), 'row')} already done")
         if not left:
             return
         progress = _RunProgress(talk, answers, left)

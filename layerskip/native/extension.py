@@ -128,7 +128,7 @@ def status() -> str:
         _check_failed(library.parent)
         _check_tools()
     except (Unavailable, OSError) as reason:
-        return f"none: {reason}. Without them passes are torch's, and slower"
+        return f"none: {reason}. Passes use torch instead, which is slower"
     return f"not built yet, {vectors}: the first use builds them (a minute)"
 
 
