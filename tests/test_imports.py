@@ -97,7 +97,7 @@ def test_modules_and_classes_have_names_of_their_own():
     for module, path in modules().items():
         named[module.rpartition(".")[2]].append(module)
         for node in ast.parse(path.read_text("utf-8")).body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            if isinstance(node, ast.ClassDef):
                 defined[node.name].append(module)
     assert {name for name, where in named.items() if len(where) > 1} == {*SHARED}
     assert {name: where for name, where in defined.items() if len(where) > 1} == {}

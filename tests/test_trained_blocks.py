@@ -73,7 +73,7 @@ def check_states(run):
     """Compare every state with one pass over its text; counts comparisons and lagging states."""
     passes, model, counts = run.passes, run.passes.model, Counter[str]()
     for state in passes.states:
-        if not isinstance(state, (states._Layered, assistants._State)):
+        if not isinstance(state, (states._LayerState, assistants._AssistantState)):
             continue
         for row, place in passes.rows.items():
             text = torch.tensor([*passes.prompts[row].tolist(), *run.emitted[row]])
@@ -81,7 +81,7 @@ def check_states(run):
             counts["short"] += seen < len(text) - 1
             if not seen:
                 continue
-            if isinstance(state, assistants._State):
+            if isinstance(state, assistants._AssistantState):
                 other = Passes(state.model, [], [text[:seen]], max_new_tokens=1, max_draft_length=0)
                 other.prefill()
                 fresh = other.cache
@@ -156,9 +156,9 @@ def test_a_state_that_is_not_rolled_back_is_seen(kind, folder, monkeypatch):
         if steps:
             self.seen[row] = self.batch.lengths[row] + steps + 1
 
-    monkeypatch.setattr(states._Layered, "commit", forgetful)
+    monkeypatch.setattr(states._LayerState, "commit", forgetful)
     monkeypatch.setattr(states.StreamsState, "commit", forgetful)
-    monkeypatch.setattr(assistants._State, "commit", forgetful)
+    monkeypatch.setattr(assistants._AssistantState, "commit", forgetful)
     with pytest.raises(AssertionError, match="not close"):
         play(drafts_of(kind, folder), Fixed(4), sample=False)
 

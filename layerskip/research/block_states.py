@@ -23,7 +23,7 @@ from layerskip.model.sublayers import Pass
 TOGETHER = 64  # maximum number of tokens that streams see in the pass that drafts
 
 
-class _Layered(Following):
+class _LayerState(Following):
     """A module with a decoder layer, whose keys and values are in a separate cache."""
 
     def __init__(self, batch: Batch, draft: TrainedDraft) -> None:
@@ -69,7 +69,7 @@ class _Layered(Following):
         return batch.model.backend.run(inputs, step, blocks)
 
 
-class ExitState(_Layered):
+class ExitState(_LayerState):
     """Drafts from the states after an exit."""
 
     def __init__(self, batch: Batch, draft: TrainedDraft) -> None:
@@ -87,7 +87,7 @@ class ExitState(_Layered):
         return self.advance(hidden, self.places(offset), self.step_blocks)[:, 0]
 
 
-class StreamsState(_Layered):
+class StreamsState(_LayerState):
     """Drafts all tokens in one pass of its layer, from the target's last states."""
 
     everywhere = True

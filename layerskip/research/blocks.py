@@ -106,7 +106,7 @@ class Layer(nn.Module):
         return self.sublayers(Modules(self.architecture))
 
 
-class _Layered(DraftModule):
+class _LayerModule(DraftModule):
     """A module with a decoder layer.
 
     Attributes:
@@ -127,7 +127,7 @@ class _Layered(DraftModule):
         return self.layer.sublayers(backend, bits)
 
 
-class ExitBlock(_Layered):
+class ExitBlock(_LayerModule):
     """A decoder layer after an early exit, with its own keys and values."""
 
     behind_exit = True
@@ -141,7 +141,7 @@ class ExitBlock(_Layered):
         return out
 
 
-class Streams(_Layered):
+class Streams(_LayerModule):
     """Predicts K tokens in one pass of a decoder layer, by K - 1 streams after the last token.
 
     The layer runs over a token and the last hidden state of the token before it. A stream gets the

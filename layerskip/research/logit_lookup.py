@@ -64,7 +64,7 @@ class LogitLookup(Source):
         self.branches, self.lookup, self.nodes = branches, lookup, longest
 
     def open(self, batch: Batch) -> State:
-        return _State(batch, self)
+        return _TableState(batch, self)
 
     def timed(self) -> Source:
         return Lookup().timed()
@@ -150,7 +150,7 @@ class _Tree(NamedTuple):
     best: dict[int, _Best]
 
 
-class _State(State):
+class _TableState(State):
     reads_logits = True
 
     def __init__(self, batch: Batch, source: LogitLookup) -> None:

@@ -34,7 +34,7 @@ class Assistant(Source):
         self.max_positions = model.max_positions
 
     def open(self, batch: Batch) -> State:
-        return _State(self.model, batch)
+        return _AssistantState(self.model, batch)
 
     name = "assistant"
 
@@ -96,7 +96,7 @@ def of_assistant(tokens: Tensor, assistant: Sublayers, target: Sublayers) -> Ten
     return tokens
 
 
-class _State(Following):
+class _AssistantState(Following):
     def __init__(self, model: Sublayers, batch: Batch) -> None:
         super().__init__(batch)
         try:

@@ -64,7 +64,7 @@ class Official(Source):
         return (weakref.ref(self.module), model.execution, model.dtype, model.weights.vocabulary)
 
     def open(self, batch: Batch) -> State:
-        return _State(batch, self)
+        return _OfficialState(batch, self)
 
     def step_bytes(self) -> Sequence[float]:
         module, ends = self.module, [self.module.pre_projection, self.module.post_projection]
@@ -100,7 +100,7 @@ class Official(Source):
         return spread(logits, tokens, self.model.vocabulary)
 
 
-class _State(State):
+class _OfficialState(State):
     whole_prompts = False
 
     def __init__(self, batch: Batch, source: Official) -> None:

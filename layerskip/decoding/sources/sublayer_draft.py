@@ -46,7 +46,7 @@ class SublayerDraft(Source):
         return self.model.key_bytes(layers, self.skip.window)
 
     def open(self, batch: Batch) -> State:
-        return _State(batch, self)
+        return _SublayerState(batch, self)
 
 
 def key_of(skip: SkipConfig) -> str:
@@ -56,7 +56,7 @@ def key_of(skip: SkipConfig) -> str:
     return json.dumps({k: values[k] for k in chosen if k in values})
 
 
-class _State(State):
+class _SublayerState(State):
     def __init__(self, batch: Batch, source: SublayerDraft) -> None:
         super().__init__(batch)
         self.prefix, self.blocks = source.prefix, source.blocks

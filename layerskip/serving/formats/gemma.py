@@ -10,7 +10,7 @@ from layerskip.serving.formats.base import Call, Format, Mark, Tool, schema_of
 from layerskip.serving.formats.schemas import Rules
 
 
-class _Call(Call):
+class _GemmaCall(Call):
     """A call that is read only when complete, as its arguments are not JSON."""
 
     def __init__(self, end: str, quote: str) -> None:
@@ -56,7 +56,7 @@ class Gemma4(Format):
         self.marks = (self.begin, self.end, self.quote)
 
     def call(self) -> Call:
-        return _Call(self.end, self.quote)
+        return _GemmaCall(self.end, self.quote)
 
     def grammar(self, tools: Sequence[Tool], several: bool, mark: Mark) -> str:
         begin, end, quote = map(mark, self.marks)

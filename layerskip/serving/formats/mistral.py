@@ -10,7 +10,7 @@ from layerskip.serving.formats import base
 _NAME = r"\s*([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*"
 
 
-class _Call(base.Call):
+class _MistralCall(base.Call):
     """A call in either notation, depending on what comes before its first object."""
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class Mistral(base.Format):
         return self.begin in template and ("[ARGS]" in template) == self._named
 
     def call(self) -> base.Call:
-        return _Call()
+        return _MistralCall()
 
     def grammar(self, tools: Sequence[base.Tool], several: bool, mark: base.Mark) -> str:
         begin = mark(self.begin)
