@@ -452,16 +452,3 @@ def test_a_busy_machine_shows_and_the_model_is_left_as_it_was(monkeypatch):
     monkeypatch.setattr(Sublayers, "limited", True)
     assert measure(opened, [prompt(5)[0]], contexts=(16,), budget=0.01)["busy"]
     assert opened.__dict__ == before
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"contexts": (4000,)}, r"contexts must be in 1\.\."),
-        ({"budget": 0.0}, "budget must be more than 0"),
-        ({"prompts": [torch.zeros(0, dtype=torch.long)]}, "at least one"),
-    ],
-)
-def test_bad_input_is_told(change, message):
-    with pytest.raises(ValueError, match=message):
-        measure(lively_model("llama"), **{"prompts": [prompt(5)[0]]} | change)

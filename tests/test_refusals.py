@@ -4,20 +4,40 @@ import math
 from dataclasses import replace
 
 import pytest
+from models import lively_model, prompt
 
 from layerskip import LayerSkipDecoding
 from layerskip.cache.branches import ROOT, Branches
 from layerskip.config.skips import DecodingOptions, LowPrecision, SkipConfig, Trained
 from layerskip.costs.speculation import CostTable, expected_tokens, speedup_bound
 from layerskip.decoding.controllers import make_controller
+from layerskip.replay.trace import take_trace
+from layerskip.search.space import Space
+from layerskip.texts.vocabulary import ranked
+from layerskip.timing.sublayer_costs import measure
 
 COSTS = CostTable(0.2, (1.0, 1.1, 1.2))
 TRAINED = Trained(kind="heads", weights="draft.safetensors", hash="0a" * 32, base="weights-01")
-LOW_4 = LowPrecision(mlp=(1, 4))
+LOW_4, EXIT = LowPrecision(mlp=(1, 4)), SkipConfig.early_exit(2)
+EMPTY = {"mlp": [1], "decoding": {"draft_vocabulary": []}}
 
 
 def costs(**told):
     return CostTable.from_dict({"draft": 0.5, "verify": [1.0], "source": "given"} | told)
+
+
+def vocabulary(*tokens):
+    return DecodingOptions(draft_vocabulary=tokens)
+
+
+def traced(**change):
+    return take_trace(
+        lively_model("llama"), **{"prompts": [prompt(5)[0]], "max_new_tokens": 4} | change
+    )
+
+
+def measured(**change):
+    return measure(lively_model("llama"), **{"prompts": [prompt(5)[0]]} | change)
 
 
 REFUSED = {
@@ -38,6 +58,11 @@ REFUSED = {
         (lambda: CostTable.from_dict([0.5]), "costs must be a JSON object"),
         (lambda: LayerSkipDecoding({"mlp": 3}), "skip must be a SkipConfig, its file, or several"),
         (lambda: LayerSkipDecoding(draft_memory="1GB"), "draft_memory must be a finite number"),
+        (lambda: vocabulary(4, 5.0), r"must be an integer, got 5\.0"),
+        (lambda: vocabulary(4, True), "must be an integer, got True"),
+        (lambda: DecodingOptions(draft_vocabulary="45"), "must be a list of token ids, got '45'"),
+        (lambda: DecodingOptions(draft_vocabulary=7), "must be a list of token ids, got 7"),
+        (lambda: Space(kind="layer", num_layers=True), "num_layers must be an integer, got True"),
     ],
     ValueError: [
         (lambda: SkipConfig(attention=(-1,)), "attention index must be 0 or more, got -1"),
@@ -70,6 +95,32 @@ REFUSED = {
         (lambda: SkipConfig(attention=range(4), mlp=range(4)).resolve(4), "at least one sublayer"),
         (lambda: SkipConfig(mlp=(0, 1), attention=(0, 1), exit_layer=2).resolve(4), "at least one"),
         (lambda: SkipConfig(num_layers=12).resolve(16), "is for a 12-layer model, got a 16-layer"),
+        (lambda: LayerSkipDecoding([]), "at least one skip config; give None"),
+        (lambda: LayerSkipDecoding([EXIT, EXIT]), r"skip holds SkipConfig\(exit_layer=2\) twice"),
+        # draft vocabularies
+        (vocabulary, "1 token or more, got none; leave it out"),
+        (lambda: LayerSkipDecoding(EXIT, draft_vocabulary=()), "1 token or more, got none"),
+        (lambda: SkipConfig.from_dict(EMPTY), "1 token or more, got none"),
+        (lambda: vocabulary(4, 7, 4), "must differ from each other, got 4 twice"),
+        (lambda: vocabulary(4, -1), "must be 0 or more, got -1"),
+        (lambda: ranked([[3, 9]], 9), r"tokens in 0\.\.8, got 3 to 9"),
+        (lambda: ranked([[-1, 2]], 9), r"tokens in 0\.\.8, got -1 to 2"),
+        (lambda: ranked([[1]], 9, ends=(9,)), r"tokens in 0\.\.8, got \[9\]"),
+        # spaces, traces, and costs of sublayers
+        (lambda: Space(kind="block", num_layers=5), "one of exit, layer, sublayer, got 'block'"),
+        (lambda: Space(kind="layer", num_layers=0), "num_layers must be 1 or more, got 0"),
+        (lambda: Space(kind="layer", num_layers=5, bits=6), "bits must be 8 or 4, got 6"),
+        (lambda: traced(prompts=[]), "at least one token"),
+        (lambda: traced(prompts=[prompt(0)[0]]), "at least one token"),
+        (lambda: traced(seeds=[1, 2]), "one per prompt, 1; got 2"),
+        (lambda: traced(max_new_tokens=1), "at least 2"),
+        (lambda: traced(draft_length=0), "at least 1"),
+        (lambda: traced(acceptance="typical"), "'coupled' or 'rejection', got 'typical'"),
+        (lambda: traced(max_new_tokens=255), "at most 256"),
+        (lambda: traced(eos=frozenset(range(97))), "first token"),
+        (lambda: measured(contexts=(4000,)), r"contexts must be in 1\.\."),
+        (lambda: measured(budget=0.0), "budget must be more than 0"),
+        (lambda: measured(prompts=[prompt(0)[0]]), "at least one"),
         # costs
         (lambda: costs(draft=-0.5), "draft must be 0 or more"),
         (lambda: costs(draft=math.nan), "got nan"),

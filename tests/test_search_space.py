@@ -151,20 +151,6 @@ def test_counts_a_large_space_without_listing_it():
     assert space("sublayer", 80, bits=8).size == 2 * 2**2 * 3 ** (2 * 78 + 1)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"kind": "block"}, "space must be one of exit, layer, sublayer, got 'block'"),
-        ({"num_layers": 0}, "num_layers must be 1 or more, got 0"),
-        ({"bits": 6}, "bits must be 8 or 4, got 6"),
-        ({"num_layers": True}, "num_layers must be an integer, got True"),
-    ],
-)
-def test_refuses_what_is_no_space(options, message):
-    with pytest.raises((ValueError, TypeError), match=message):
-        Space(**{"kind": "layer", "num_layers": 5, **options})
-
-
 def test_refuses_parameters_of_a_set_outside():
     with pytest.raises(ValueError, match=r"is not in the layer space of 5 layers"):
         space("layer").params(0b100)

@@ -77,10 +77,3 @@ def test_what_is_told_of_several_sets(tmp_path):
     assert told["sources"] == ["sublayers 1", "sublayers 2"]
     assert told["label"].startswith("exit 2 and exit 4, ")
     assert told["skips"] == [each.to_dict() for each in EXITS]
-
-
-def test_sets_that_make_no_sense_are_refused():
-    with pytest.raises(ValueError, match="at least one skip config; give None"):
-        LayerSkipDecoding([])
-    with pytest.raises(ValueError, match=r"skip holds SkipConfig\(exit_layer=2\) twice"):
-        LayerSkipDecoding([*EXITS, SkipConfig.early_exit(2)])

@@ -417,25 +417,6 @@ def test_costs_of_a_round_are_those_of_its_context_and_rows():
         assert list(simulate(played, again, (0, 1, 2), max_draft_length=LENGTH)) == real
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"prompts": []}, "at least one token"),
-        ({"prompts": [torch.zeros(0, dtype=torch.long)]}, "at least one token"),
-        ({"seeds": [1]}, "one per prompt, 3; got 1"),
-        ({"max_new_tokens": 1}, "at least 2"),
-        ({"draft_length": 0}, "at least 1"),
-        ({"acceptance": "typical"}, "'coupled' or 'rejection', got 'typical'"),
-        ({"max_new_tokens": 250}, "at most 256"),
-        ({"eos": frozenset(range(97))}, "first token"),
-    ],
-)
-def test_bad_input_is_told(change, message):
-    settings = {"prompts": rows(), "max_new_tokens": 4} | change
-    with pytest.raises(ValueError, match=message):
-        take_trace(lively_model("llama"), settings.pop("prompts"), **settings)
-
-
 def test_what_cannot_be_simulated_or_replayed_is_refused():
     _, played = replayed(0, "exit 4")
     fixed = make_controller("fixed", costs=COSTS)

@@ -49,19 +49,6 @@ def test_tokens_are_ranked_by_ends_then_by_how_often_they_occur_then_by_id():
     assert ranked([[5, 5, 2]], 6, ends={2}).tolist() == [2, 5, 0, 1, 3, 4]
 
 
-@pytest.mark.parametrize(
-    ("texts", "ends", "message"),
-    [
-        ([[3, 9]], (), r"tokens in 0\.\.8, got 3 to 9"),
-        ([[-1, 2]], (), r"tokens in 0\.\.8, got -1 to 2"),
-        ([[1]], (9,), r"tokens in 0\.\.8, got \[9\]"),
-    ],
-)
-def test_tokens_of_another_model_are_refused(texts, ends, message):
-    with pytest.raises(ValueError, match=message):
-        ranked(texts, 9, ends=ends)
-
-
 # ---- Which rows ----
 
 
@@ -277,28 +264,6 @@ def test_a_head_that_is_not_plain_stays_whole_with_a_warning(change, reason):
 
 
 # ---- Settings, files, costs ----
-
-
-@pytest.mark.parametrize(
-    ("tokens", "error", "message"),
-    [
-        ((), ValueError, "1 token or more, got none; leave it out"),
-        ((4, 7, 4), ValueError, "differ from each other, got 4 twice"),
-        ((4, -1), ValueError, "must be 0 or more, got -1"),
-        ((4, 5.0), TypeError, r"must be an integer, got 5\.0"),
-        ((4, True), TypeError, "must be an integer, got True"),
-        ("45", TypeError, "must be a list of token ids, got '45'"),
-        (7, TypeError, "must be a list of token ids, got 7"),
-    ],
-)
-def test_bad_vocabularies_are_told(tokens, error, message):
-    for refuse in (
-        lambda: DecodingOptions(draft_vocabulary=tokens),
-        lambda: LayerSkipDecoding(SKIP, draft_vocabulary=tokens),
-        lambda: SkipConfig.from_dict({"mlp": [1], "decoding": {"draft_vocabulary": tokens}}),
-    ):
-        with pytest.raises(error, match=message):
-            refuse()
 
 
 def test_anything_that_holds_integers_will_do_and_goes_before_the_skip_config():
