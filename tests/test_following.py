@@ -156,12 +156,3 @@ def test_processors_that_read_the_text(acceptance):
         whole = replay(trace, SKIPS[skip])
         assert 0 < whole.survival[0] < 1
         assert agree(follow(trace, SKIPS[skip], LENGTH), whole)
-
-
-def test_bad_lengths_are_told():
-    trace = traced("greedy")
-    for length in (0, LENGTH + 1):
-        with pytest.raises(ValueError, match=r"1\.\.6"):
-            follow(trace, SKIPS["no prefix"], length)
-    with pytest.raises(ValueError, match=r"1\.\.5 for a 6-layer"):
-        follow(trace, SkipConfig.early_exit(6), 2)

@@ -2,15 +2,21 @@
 
 import math
 from dataclasses import replace
+from functools import cache
 
 import pytest
 from models import lively_model, prompt
+from small import EIGHT, small_model
 
 from layerskip import LayerSkipDecoding
+from layerskip.api.generation import generate
+from layerskip.bench.checks import check
 from layerskip.cache.branches import ROOT, Branches
 from layerskip.config.skips import DecodingOptions, LowPrecision, SkipConfig, Trained
 from layerskip.costs.speculation import CostTable, expected_tokens, speedup_bound
-from layerskip.decoding.controllers import make_controller
+from layerskip.decoding.controllers import Fixed, make_controller
+from layerskip.replay.replayed_drafts import follow, replay
+from layerskip.replay.simulation import simulate
 from layerskip.replay.trace import take_trace
 from layerskip.search.space import Space
 from layerskip.texts.vocabulary import ranked
@@ -19,6 +25,7 @@ from layerskip.timing.sublayer_costs import measure
 COSTS = CostTable(0.2, (1.0, 1.1, 1.2))
 TRAINED = Trained(kind="heads", weights="draft.safetensors", hash="0a" * 32, base="weights-01")
 LOW_4, EXIT = LowPrecision(mlp=(1, 4)), SkipConfig.early_exit(2)
+FIXED, WHOLE = Fixed(3), "runs as a whole.*cannot "
 EMPTY = {"mlp": [1], "decoding": {"draft_vocabulary": []}}
 
 
@@ -38,6 +45,19 @@ def traced(**change):
 
 def measured(**change):
     return measure(lively_model("llama"), **{"prompts": [prompt(5)[0]]} | change)
+
+
+@cache
+def played():
+    return replay(traced(draft_length=6), EXIT)
+
+
+def draft(family, skip):
+    generate(small_model(family), prompt(5), skip=skip, max_new_tokens=2)
+
+
+def experts(family, number):
+    generate(lively_model(family), prompt(4), skip=SkipConfig(experts=number), max_new_tokens=3)
 
 
 REFUSED = {
@@ -121,6 +141,37 @@ REFUSED = {
         (lambda: measured(contexts=(4000,)), r"contexts must be in 1\.\."),
         (lambda: measured(budget=0.0), "budget must be more than 0"),
         (lambda: measured(prompts=[prompt(0)[0]]), "at least one"),
+        (lambda: replay(played().trace, EXIT, 7), r"1\.\.6"),
+        (lambda: replay(played().trace, SkipConfig.early_exit(6)), r"1\.\.5 for a 6-layer"),
+        (lambda: follow(played().trace, EXIT, 0), r"1\.\.6"),
+        (lambda: follow(played().trace, EXIT, 7), r"1\.\.6"),
+        (lambda: next(simulate(played(), FIXED, max_draft_length=7)), r"0\.\.6"),
+        # models
+        (
+            lambda: draft("phi", SkipConfig.early_exit(1)),
+            f"{WHOLE}leave sublayers out or",
+        ),
+        (lambda: draft("phi", SkipConfig(attention=(1,))), f"{WHOLE}leave sublayers out or exit"),
+        (lambda: draft("phi", SkipConfig(experts=1)), f"{WHOLE}take fewer experts.*lookups, a sec"),
+        (
+            lambda: draft("phi", SkipConfig(low=LowPrecision(mlp=(1,)))),
+            f"{WHOLE}round some sublayers",
+        ),
+        (lambda: draft("gpt2", EIGHT), "runs as a whole.*none of its linears is an ordinary one"),
+        (lambda: take_trace(small_model("phi"), [prompt(9)], max_new_tokens=4), "runs as a whole"),
+        (lambda: measure(small_model("phi"), [prompt(9)], contexts=[8]), "runs as a whole"),
+        (lambda: experts("gemma4_mixture", 3), r"experts must be in 0..2 .* 2 of 4, got 3"),
+        (lambda: experts("mixtral", 0), r"experts must be in 1..2 .* got 0"),
+        (lambda: experts("qwen3_moe", 0), r"experts must be in 1..2 .* got 0"),
+        (
+            lambda: experts("llama", 1),
+            "experts must be left out for this model, which is not a mix",
+        ),
+        (lambda: check(lively_model("llama"), [], EXIT), "at least one prompt"),
+        (
+            lambda: check(lively_model("llama"), [prompt(9)], max_new_tokens=250),
+            "at most 256 tokens",
+        ),
         # costs
         (lambda: costs(draft=-0.5), "draft must be 0 or more"),
         (lambda: costs(draft=math.nan), "got nan"),

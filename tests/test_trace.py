@@ -415,14 +415,3 @@ def test_costs_of_a_round_are_those_of_its_context_and_rows():
         again = make_controller("expected-gain", costs=costs, sampling=True)
         real = decoded(model, 1, (0, 1, 2), skip=SKIPS["exit 4"], controller=made)
         assert list(simulate(played, again, (0, 1, 2), max_draft_length=LENGTH)) == real
-
-
-def test_what_cannot_be_simulated_or_replayed_is_refused():
-    _, played = replayed(0, "exit 4")
-    fixed = make_controller("fixed", costs=COSTS)
-    with pytest.raises(ValueError, match=r"0\.\.20"):
-        next(simulate(played, fixed, max_draft_length=21))
-    with pytest.raises(ValueError, match=r"1\.\.20"):
-        replay(played.trace, SKIPS["exit 4"], 21)
-    with pytest.raises(ValueError, match=r"1\.\.5 for a 6-layer"):
-        replay(played.trace, SkipConfig.early_exit(6))

@@ -145,21 +145,6 @@ def test_by_default_a_whole_model_looks_drafts_up_and_measures_what_they_cost():
     assert "no drafts by the model in 8 bits: 8-bit products are fast in native" in words
 
 
-@pytest.mark.parametrize(
-    ("family", "draft", "reason"),
-    [
-        ("phi", SkipConfig.early_exit(1), "cannot leave sublayers out or exit early"),
-        ("phi", SkipConfig(attention=(1,)), "cannot leave sublayers out or exit early"),
-        ("phi", SkipConfig(experts=1), "cannot take fewer experts"),
-        ("phi", SkipConfig(low=LowPrecision(attention=(1,))), "cannot round some sublayers"),
-        ("gpt2", EIGHT, "none of its linears is an ordinary one"),
-    ],
-)
-def test_drafts_that_need_sublayers_are_refused(family, draft, reason):
-    with pytest.raises(ValueError, match=f"runs as a whole.*{reason}.*lookups, a second model"):
-        decode(family, "one", skip=draft)
-
-
 def test_a_draft_with_a_rounded_head_alone_goes_on_from_the_exact_states():
     head = SkipConfig(low=LowPrecision(attention=(), mlp=()))
     out = decode("phi", "ragged", skip=head, controller="fixed", max_draft_length=3)
@@ -176,16 +161,6 @@ def test_other_executions_and_training_mode_are_refused():
             open_model(model)
     finally:
         model.eval()
-
-
-def test_searches_and_trained_drafts_are_refused():
-    from layerskip.replay.trace import take_trace
-    from layerskip.timing.sublayer_costs import measure
-
-    with pytest.raises(ValueError, match=r"runs as a whole.*no states between sublayers"):
-        take_trace(small_model("phi"), [prompt(9)], max_new_tokens=4)
-    with pytest.raises(ValueError, match="runs as a whole"):
-        measure(small_model("phi"), [prompt(9)], contexts=[8])
 
 
 def test_a_draft_vocabulary_has_no_effect_and_says_so():
