@@ -168,10 +168,7 @@ REFUSED = {
             "experts must be left out for this model, which is not a mix",
         ),
         (lambda: check(lively_model("llama"), [], EXIT), "at least one prompt"),
-        (
-            lambda: check(lively_model("llama"), [prompt(9)], max_new_tokens=250),
-            "at most 256 tokens",
-        ),
+        (lambda: check(lively_model("llama"), [prompt(9)], EXIT, max_new_tokens=250), "at most"),
         # costs
         (lambda: costs(draft=-0.5), "draft must be 0 or more"),
         (lambda: costs(draft=math.nan), "got nan"),
