@@ -69,12 +69,11 @@ def _headline(run: Run, method: str, row: Any) -> str:
     parts = f"prefill {row['prefill_speedup']:.2f}, decoding {row['decode_speedup']:.2f}"
     if math.isnan(row["decode_speedup"]):
         parts = "every text ended with its first token"
-    doubt = f", which is not distinguishable from {run.baseline} decoding"
+    doubt = ", not distinguishable from it" if row["low"] <= 1 <= row["high"] else ""
     return (
-        f"{method} made {run.header['model']['name']} {row['speedup']:.2f} times as fast as "
-        f"{run.baseline} decoding{doubt if row['low'] <= 1 <= row['high'] else ''} "
-        f"({_interval(row)}, {row['prompts']} prompt{'' if row['prompts'] == 1 else 's'}; {parts}; "
-        f"{setting(run.header)})."
+        f"With {method}, {run.header['model']['name']} was {row['speedup']:.2f} times as fast as "
+        f"with {run.baseline}{doubt} ({_interval(row)}, {row['prompts']} "
+        f"prompt{'' if row['prompts'] == 1 else 's'}; {parts}; {setting(run.header)})."
     )
 
 

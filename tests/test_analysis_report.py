@@ -127,8 +127,8 @@ def only(*methods, **changes):
 def test_a_gain_in_words(tmp_path):
     text = said(tmp_path, [*made.made_up(), made.sweep()])
     for fact in (
-        "self made tiny 1.15 times as fast", "95% interval 1.09 to 1.23, 8 prompts", "prefill 1.00",
-        "generate() it is 1.60", "with probability 0.60", "16/16", "--exit-layer 3",
+        "With self, tiny was 1.15 times as fast as with plain (95% interval 1.09 to 1.23, 8 prompts",
+        "prefill 1.00", "generate() it is 1.60", "with probability 0.60", "16/16", "--exit-layer 3",
     ):  # fmt: skip
         assert fact in text
     assert len(text.split()) < 120
@@ -163,7 +163,7 @@ def test_faults_come_before_all_else(tmp_path):
     tie = {"row": 0, "position": 1, "margin": 0.0, "resolution": 1e-5, "near_tie": True}
     for line in wrong:
         line["differences"] = [tie]
-    assert said(tmp_path, lines).startswith("self made")
+    assert said(tmp_path, lines).startswith("With self")
     assert "13/16, 3 near-ties" in said(tmp_path, lines)
 
 
@@ -276,7 +276,7 @@ def test_a_run_that_was_killed_while_it_wrote_is_reported(tmp_path, quick):
 def test_an_answer_that_ended_at_its_first_token_is_reported(tmp_path, quick):
     lines = made.made_up(prompts=2)
     ended_at_once([line for line in lines if line.get("prompts") == ["code-1"]])
-    assert "self made tiny" in write_report(
+    assert "With self, tiny was" in write_report(
         [made.write(tmp_path / "run.jsonl", lines)], tmp_path / "report"
     )
     table = pd.read_csv(tmp_path / "report" / "tables" / "predictions.csv")
