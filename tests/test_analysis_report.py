@@ -127,7 +127,7 @@ def only(*methods, **changes):
 def test_a_gain_in_words(tmp_path):
     text = said(tmp_path, [*made.made_up(), made.sweep()])
     for fact in (
-        "With self, tiny was 1.15 times as fast as with plain (95% interval 1.09 to 1.23, 8 prompts",
+        "With self, tiny was 1.15 times as fast as with plain (95% interval 1.09 to 1.23, 8 ",
         "prefill 1.00", "generate() it is 1.60", "with probability 0.60", "16/16", "--exit-layer 3",
     ):  # fmt: skip
         assert fact in text
