@@ -138,7 +138,7 @@ SIZES = {
     # the pieces of long texts: texts that cross their edges as they are would take seconds each
     "spare": "cache.rows.SPARE",
     "chunk": "decoding.sources.following.chunk_size",
-    "piece": "decoding.passes.PIECE",
+    "piece": "decoding.places.PIECE",
     # the pieces of many texts: likewise
     "texts": "replay.trace.ROWS",
     "traced_logits": "replay.trace.LOGITS",

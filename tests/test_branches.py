@@ -11,9 +11,9 @@ from layerskip import Lookup
 from layerskip.api.generation import generate
 from layerskip.cache.branches import ROOT, along, depths, trunk
 from layerskip.decoding.controller import Controller
+from layerskip.decoding.decoding_loop import trunk_first
 from layerskip.decoding.passes import Passes
 from layerskip.decoding.sources.base import Proposal
-from layerskip.decoding.speculator import trunk_first
 from layerskip.model.sublayers import Sublayers
 
 

@@ -134,7 +134,7 @@ def test_a_controller_that_chooses_is_told_how_good_every_lookup_was():
     fickle = Fickle(4)
     run = decoded(MIXTURES["two lookups, exit, scattered"], fickle, new_tokens=40)
     texts = [prompt.tolist() for prompt in run.passes.prompts]
-    want, lookups = [], run.drafts[:2]
+    want, lookups = [], run.passes.sources[:2]
     for round_ in run.played:
         for row, tokens in enumerate(round_.tokens):
             if round_.index and tokens:

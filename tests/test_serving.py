@@ -430,7 +430,7 @@ def test_a_pass_that_fails_ends_its_texts_and_others_go_on(model):
     assert serving.stats.rows == 0
 
 
-@pytest.mark.parametrize("name", ["join", "leave"])
+@pytest.mark.parametrize("name", ["seat", "leave"])
 def test_the_thread_goes_on_if_a_text_cannot_join_or_leave(model, name, monkeypatch):
     serving, task = Serving(model, **SETTINGS), TextRequest([3, 4, 5], max_new_tokens=6)
 

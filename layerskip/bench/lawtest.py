@@ -21,6 +21,7 @@ from transformers import TemperatureLogitsWarper
 from layerskip.config.skips import SkipConfig
 from layerskip.decoding.controller import Controller
 from layerskip.decoding.controllers import Fixed
+from layerskip.decoding.decoding_loop import Loop, Outcome
 from layerskip.decoding.draws import Draws
 from layerskip.decoding.laws import Law, softmax_law
 from layerskip.decoding.live_target import LiveTarget
@@ -29,7 +30,6 @@ from layerskip.decoding.passes import Passes, Position
 from layerskip.decoding.rules import rule_of
 from layerskip.decoding.seats import Seat
 from layerskip.decoding.sources.base import Source, State
-from layerskip.decoding.speculator import Outcome, Speculator
 from layerskip.model.sublayers import Sublayers
 
 DRAWS = 2048  # per position and rule
@@ -57,11 +57,18 @@ class Recorded:
 
     def __init__(self, target: Tensor, draft: Tensor, rows: int) -> None:
         self.target, self.draft = target, draft
-        self.rows, self.lengths = {row: row for row in range(rows)}, [1] * rows
+        self.rows, self.lengths = dict[int, int](), [1] * rows
         batch: Any = self
         self.states, self.sources = [State(batch)], [SimpleNamespace(name="recorded", longest=None)]
         self.model = SimpleNamespace(branches=False, device=target.device, vocabulary=len(target))
         self.cache = SimpleNamespace(slots=sys.maxsize)
+
+    def prefill(self, *_: Any) -> Tensor:
+        self.rows = {row: row for row in range(len(self.lengths))}
+        return self.target.expand(len(self.rows), -1)  # (R, V)
+
+    def tell(self, row: int, emitted: Sequence[int]) -> None:
+        pass
 
     def draft_step(self, tokens: Tensor, offset: int, draft: int) -> Tensor:
         return self.draft.expand(len(tokens), -1)  # (R, V)
@@ -97,14 +104,11 @@ def recorded_rounds(
     ]
     rule = rule_of(rejection=rejection, sampling=law.do_sample)
     draws = Draws(law, seats, rule=rule)
-    recorded = LiveTarget(passes, seats, [draws] * len(keys), rule, joint=True)
-    controller.reset(len(keys))
-    first = recorded.judge(target.expand(len(keys), -1), [(row, 0) for row in passes.rows])
-    for seat, tokens in zip(seats, first.tokens, strict=True):
-        seat.emit(tokens)
-    speculator = Speculator(recorded, controller, seats, longest=longest)
+    recorded = LiveTarget(passes, seats, [draws] * len(keys), rule)
+    loop = Loop(recorded, controller, seats, longest=longest)
+    loop.prefill()
     while True:
-        yield speculator.round()
+        yield loop.round()
 
 
 def draw_rounds(

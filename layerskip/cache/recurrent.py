@@ -9,7 +9,7 @@ Shapes: R rows of a pass, T tokens, H hidden width.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -201,9 +201,10 @@ class RecurrentCache(LibraryCache):
         self._states = [[_NOTHING] if place is None else states[place] for place in places]
         self._tokens, self._drafted = tokens, [_NOTHING] * len(places)
 
-    def begin(self, place: int, end: int) -> None:
-        super().begin(place, end)
-        self._states[place] = [_NOTHING]
+    def begin(self, ends: Mapping[int, int]) -> None:
+        super().begin(ends)
+        for place in ends:
+            self._states[place] = [_NOTHING]
 
 
 class _Both(LinearAttentionLayer, AttentionLayer):  # type: ignore[override]

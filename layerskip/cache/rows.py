@@ -5,8 +5,8 @@ row's length; the slots after it are overwritten before anything reads them. Key
 copied when the buffers grow (by a sixteenth or 256 slots; by half, to one of few sizes, where
 passes are captured for each size) and when `keep` drops rows.
 Layers with a sliding window may keep fewer slots: those from a common base on. When their buffers
-are full, the base moves up to what the shortest row still sees. If rows join and leave, each row
-has its own base (`roll`).
+are full, the base moves up to what the shortest row still sees. If rows join and leave (`open`),
+each row has its own base, and rows move within the buffers.
 Shapes: B rows, H key-value heads, S slots, T tokens of a pass, D head width.
 """
 
@@ -73,7 +73,8 @@ class RowCache:
         self.size = 0
         self.windows = tuple(windows)
         self.bases, self.span = [0] * rows, 0
-        self._rolls, self._behind = 0, 0  # see `roll`
+        self.in_place = False  # whether rows move within the buffers, see `open`
+        self._rolls, self._behind = 0, 0  # see `open`
         self._window = max((window for window in windows if window is not None), default=0)
         self.trims = trims
         self.trimmed = {i for i, window in enumerate(windows) if window is not None and trims}
@@ -166,17 +167,26 @@ class RowCache:
                 new[: len(moved), :, : moved.shape[2]] = moved
                 buffers[layer] = new
 
-    def roll(self, span: int, behind: int) -> None:
-        """Let window layers keep `span` slots, or all if there are fewer, with a base per row.
+    def open(self, span: int = 0, behind: int = 0) -> None:
+        """Let rows join and leave: from now on `resize` sets the size of the buffers.
 
-        When a pass needs slots beyond them, its row drops all but those from `behind` slots before
-        the pass on. For caches that use `resize`.
+        Window layers keep `span` slots, or all if there are fewer, with a base per row. When a pass
+        needs slots beyond them, its row drops all but those from `behind` slots before the pass on.
+        Without a span they keep all slots.
         """
-        self._rolls, self._behind = span, behind
+        self.in_place, self._rolls, self._behind = True, span, behind
+        if not span:
+            self.trimmed.clear()
 
-    def begin(self, place: int, end: int) -> None:
-        """Restart a row that is filled up to slot `end`, where a pass continues."""
-        self.bases[place] = max(0, end - self._window) // STRIPE * STRIPE if self.trimmed else 0
+    def begin(self, ends: Mapping[int, int]) -> None:
+        """Begin with rows that are filled up to a slot each, by place; passes continue there."""
+        if not self.in_place:
+            if any(ends.values()):  # buffers must begin where passes read
+                self.place([*ends.values()], 1, min(ends.values()))
+            return
+        for place, end in ends.items():
+            window = max(0, end - self._window) if self.trimmed else 0
+            self.bases[place] = window // STRIPE * STRIPE
 
     def _shift(self, place: int, base: int) -> None:
         base = max(base // STRIPE * STRIPE, self.bases[place])
@@ -321,7 +331,18 @@ class RowCache:
         self.bases = [0 if place is None else self.bases[place] for place in places]
 
     def keep(self, places: Sequence[int], length: int) -> None:
-        """Keep only the rows at `places` (ascending), up to a length."""
+        """Let place i have the row that is now at places[i], up to a length; drop all others.
+
+        Of an open cache, rows that keep their place keep all slots.
+        """
+        if self.in_place:
+            moves = [(place, to) for to, place in enumerate(places) if place != to]
+            if moves:
+                old, new = map(list, zip(*moves, strict=True))
+                self._arrange([*places, *range(len(places), self.rows)])
+                for buffer in (*self.keys.values(), *self.values.values()):
+                    buffer[new, :, :length] = buffer[old, :, :length]
+            return
         self._arrange(places)
         self.top = length
         whole, some = {*self.keys} - self.trimmed, {*self.keys} & self.trimmed
@@ -329,29 +350,13 @@ class RowCache:
         self._renew(some, list(places), 0, length - self.base)
 
     def resize(self, rows: int, slots: int, kept: int) -> None:
-        """Change the buffers to `rows` rows and `slots` slots; the first `kept` rows stay.
-
-        For caches that roll, or have no trimmed layers.
-        """
+        """Change an open cache to `rows` rows and `slots` slots; the first `kept` rows stay."""
         length, span = min(self.size, slots), self.span
         self.slots, self.size = slots, slots
         self.span = min(self._rolls, slots)
         self._arrange([*range(kept), *[None] * (rows - kept)])
         self._renew({*self.keys} - self.trimmed, slice(kept), 0, length)
         self._renew({*self.keys} & self.trimmed, slice(kept), 0, min(span, self.span))
-
-    def move(self, source: int, place: int, length: int) -> None:
-        """Copy the first slots of a row to another row; for the same caches as `resize`."""
-        self._arrange([source if row == place else row for row in range(self.rows)])
-        for buffer in (*self.keys.values(), *self.values.values()):
-            buffer[place, :, :length] = buffer[source, :, :length]
-
-    def exchange(self, one: int, other: int, length: int) -> None:
-        """Exchange the first slots of two rows; for the same caches as `resize`."""
-        exchanged = {one: other, other: one}
-        self._arrange([exchanged.get(row, row) for row in range(self.rows)])
-        for buffer in (*self.keys.values(), *self.values.values()):
-            buffer[[one, other], :, :length] = buffer[[other, one], :, :length]
 
     def keep_path(self, place: int, root: int, path: Sequence[int]) -> None:
         """Move the entries of a tree's nodes on a path to their slots without other branches.

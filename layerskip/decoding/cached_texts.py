@@ -8,13 +8,13 @@ Shapes: H key-value heads, n slots, D head width.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from layerskip.decoding.passes import Filling, Part, Passes
+from layerskip.decoding.prefill import Filling, Part, Prefill
 from layerskip.model.sublayers import Sublayers
 from layerskip.texts.tokens import common_prefix
 from layerskip.weights.fingerprint import checksum, fingerprint
@@ -24,7 +24,7 @@ class _Segment:
     """Some tokens of a text, and the contents of cache slots `first` to `end` - 1.
 
     Attributes:
-        parts: by name (..., n, D), as for `Passes.parts`.
+        parts: by name (..., n, D), as for `Prefill.parts`.
         used: when it was last used; larger is later.
     """
 
@@ -125,7 +125,7 @@ class CachedTexts:
             # These tensors stay valid whatever becomes of the tree.
             return [Filling(end, segment.up_to(end)) for segment, end in path[:usable]], same
 
-    def keep(self, weights: object, passes: Passes, row: int, length: int) -> None:
+    def keep(self, weights: object, passes: Prefill, row: int, length: int) -> None:
         """Store the first slots of a row if there is room for them.
 
         Args:
@@ -211,6 +211,60 @@ class CachedTexts:
     def _touch(self, segment: _Segment) -> None:
         self._clock += 1
         segment.used = self._clock
+
+
+class Reuse:
+    """What the rows of a batch take from cached texts, and what they leave there.
+
+    Args:
+        cached: None: nothing is taken or left.
+        early: whether prompts are stored as soon as they have been run, for rows that join later.
+
+    Attributes:
+        marks: by row, the numbers of tokens after which its text will be stored.
+    """
+
+    def __init__(self, cached: CachedTexts | None, passes: Prefill, *, early: bool = False) -> None:
+        self.cached, self.passes, self.early = cached, passes, early
+        self.marks: dict[int, set[int]] = {}
+        self._weights: object = None  # identifies the weights to which stored contents belong
+
+    def check(self, *, numbers: bool = False) -> None:
+        """Begin with texts of the present weights, see `CachedTexts.check`."""
+        if self.cached is not None:
+            self._weights = self.cached.check(self.passes.model, numbers=numbers)
+
+    def find(self, row: int, most: int | None = None) -> tuple[list[Filling], int]:
+        """The cached prefix of a row's prompt, or of its first `most` tokens."""
+        if self.cached is None:
+            return [], 0
+        passes, length = self.passes, self.passes.prompt_lengths[row]
+        return self.cached.start(
+            passes.tokens(row, most or length), passes.cache.window, passes.needed
+        )
+
+    def start(self, rows: Mapping[int, int | None]) -> None:
+        """Fill the first slots of joining rows; given are the tokens to look for, as in `find`."""
+        cache, filled = self.passes.cache, {}
+        for row, most in rows.items():
+            filled[row], same = self.find(row, most)
+            at, marks = filled[row][-1].end if filled[row] else 0, set[int]()
+            if self.cached is not None and (self.early or cache.window):
+                marks = cache.marks(self.passes.prompt_lengths[row], same)
+            self.marks[row] = {each for each in marks if each > at}
+        self.passes.fill(filled)
+
+    def reached(self) -> None:
+        """Store the texts of rows that have reached a mark."""
+        for row, marks in self.marks.items():
+            for mark in sorted(each for each in marks if each <= self.passes.lengths[row]):
+                marks.remove(mark)
+                self.keep(row, mark)
+
+    def keep(self, row: int, length: int | None = None) -> None:
+        """Store a row's text, or its first tokens."""
+        if self.cached is not None and (length := length or self.passes.lengths[row]):
+            self.cached.keep(self._weights, self.passes, row, length)
 
 
 def _state(model: Sublayers) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""The decoding loop: a prefill, then rounds of draft, verify, accept; rows advance independently.
+"""Decodes one request: seats all its rows at once, drains the loop, and records its rounds.
 
 Shapes: B rows, N positions, K drafted tokens, V vocabulary, W width of the padded prompts.
 """
@@ -13,17 +13,17 @@ from torch import Tensor
 
 from layerskip.cache.library_cache import EncoderStates
 from layerskip.config.skips import SkipConfig
-from layerskip.decoding.cached_texts import CachedTexts
+from layerskip.decoding.cached_texts import CachedTexts, Reuse
 from layerskip.decoding.controller import Controller, completed
-from layerskip.decoding.draws import DraftedTokens, Draws
+from layerskip.decoding.decoding_loop import Loop, Outcome
+from layerskip.decoding.draws import Draws
 from layerskip.decoding.laws import Law
 from layerskip.decoding.live_target import LiveTarget
-from layerskip.decoding.passes import Filling, Passes
+from layerskip.decoding.passes import Passes
 from layerskip.decoding.rounds import DecodingStats, Round, SourceCounts, joint_source
 from layerskip.decoding.rules import Rule, rule_of
 from layerskip.decoding.seats import Seat, Stop
 from layerskip.decoding.sources.base import Source
-from layerskip.decoding.speculator import Outcome, Speculator
 from layerskip.decoding.target import VerifyResult
 from layerskip.model.picture_features import Pictures
 from layerskip.model.sublayers import Sublayers
@@ -94,19 +94,12 @@ class Decoder:
         cached: CachedTexts | None = None,
     ) -> None:
         self.request = request
-        self._weights: object = None  # identifies the weights to which cached contents belong
-        alone = request.pictures is None or len(request.input_ids) == 1
-        self.cached = cached if alone and request.encoded is None else None
-        self.controller = controller = completed(controller)
-        self.max_draft_length = max_draft_length
         ids = request.input_ids
-        rows, self.width = ids.shape
-        self.rows = range(rows)
-        self.drafts = tuple(drafts) if isinstance(drafts, Sequence) else (drafts,)
-        self.emitted: list[list[int]] = [[] for _ in self.rows]
-        self.passes = Passes(
+        rows, width = ids.shape
+        self.emitted: list[list[int]] = [[] for _ in range(rows)]
+        self.passes = passes = Passes(
             model,
-            self.drafts,
+            tuple(drafts) if isinstance(drafts, Sequence) else (drafts,),
             [prompt[mask.bool()] for prompt, mask in zip(ids, request.attention_mask, strict=True)],
             max_new_tokens=request.max_new_tokens,
             max_draft_length=max_draft_length,
@@ -126,20 +119,39 @@ class Decoder:
                 eos=request.eos,
                 stop=request.stop,
                 history=history,
-                width=self.width,
+                width=width,
                 remembers=request.stop is not None or request.law.reads_history,
             )
             for row, emitted in enumerate(self.emitted)
         ]
-        rule = request.rule
-        draws = Draws(request.law, self.seats, rule=rule, native=model.drawn)
-        self.target = LiveTarget(self.passes, self.seats, [draws] * rows, rule, joint=True)
-        self._speculator = Speculator(self.target, controller, self.seats, longest=max_draft_length)
-        self.stats = DecodingStats(
-            sources=[SourceCounts(each.name) for each in self.passes.sources]
+        self._times = times = list[float]()  # of the current round
+
+        # These must not capture `self`: a cycle would keep the buffers alive.
+        def mark() -> None:
+            if request.clock is not None:
+                times.append(request.clock())
+
+        def progress() -> None:
+            if request.progress is not None:
+                request.progress(sum(passes.lengths), sum(passes.prompt_lengths))
+
+        self._mark = mark
+        draws = Draws(request.law, self.seats, rule=request.rule, native=model.drawn)
+        alone = (request.pictures is None or rows == 1) and request.encoded is None
+        self.reuse = Reuse(cached if alone else None, self.passes)
+        self.target = LiveTarget(
+            self.passes, self.seats, [draws] * rows, request.rule, self.reuse, progress
         )
-        self._times: list[float] = []  # of the current round
-        controller.reset(rows)
+        self.controller = completed(controller)
+        self.loop = Loop(
+            self.target,
+            self.controller,
+            self.seats,
+            longest=max_draft_length,
+            keep=request.keep_scores,
+            mark=mark,
+        )
+        self.stats = DecodingStats(sources=[SourceCounts(each.name) for each in passes.sources])
 
     @property
     def finished(self) -> list[bool]:
@@ -148,82 +160,36 @@ class Decoder:
     def rounds(self) -> Iterator[Round]:
         """Yield the prefill's round, then every further round until all rows are finished."""
         try:
-            yield self._first_round()
+            yield self._record(0, self._first_round)
             index = 0
             while not all(self.finished):
                 index += 1
                 with self.passes.model.disturbed():
-                    round_ = self._round(index)
+                    round_ = self._record(index, self._next_round)
                 yield round_
         except GeneratorExit:  # between two rounds, when everything decoded is exact
-            for row in self.rows:
-                if not self.seats[row].finished:
-                    self._keep_text(row, self.passes.lengths[row])
+            for row in self.loop.going:
+                self.reuse.keep(row)
             raise
 
-    def _first_round(self) -> Round:
+    def _first_round(self) -> Outcome:
+        self._mark()
+        self.reuse.check(numbers=True)
+        self.reuse.start(dict.fromkeys(range(len(self.seats))))
+        self.stats.num_known_tokens += sum(self.passes.lengths)
+        return self.loop.prefill()
+
+    def _next_round(self) -> Outcome:
+        self.stats.num_compactions += self.loop.compact()
+        return self.loop.round()
+
+    def _record(self, index: int, run: Callable[[], Outcome]) -> Round:
+        """Run a round, and record it."""
         self._times.clear()
         self._mark()
-        self._mark()
-        raw = self._prefill()  # (B, V)
-        self._mark()
-        positions = [(row, 0) for row in self.rows]
-        verdict = self.target.judge(raw, positions, keep=self.request.keep_scores)
-        emitted = {row: self.seats[row].emit(verdict.tokens[row]) for row in self.rows}
-        for row, tokens in emitted.items():
-            self.target.draws[row].forget(self.seats[row])
-            self.passes.tell(row, tokens)
-        nothing = DraftedTokens.of(len(self.rows))
-        return self._close(0, Outcome({}, nothing, verdict, emitted, dict.fromkeys(self.rows, 0)))
-
-    def _prefill(self) -> Tensor:
-        passes, lengths = self.passes, self.passes.prompt_lengths
-        filled: list[list[Filling]] = []
-        marks: list[set[int]] = [set() for _ in self.rows]  # where to keep texts of window layers
-        if self.cached is not None:
-            self._weights = self.cached.check(passes.model, numbers=True)
-            window = passes.cache.window
-            for row, length in enumerate(lengths):
-                prompt = passes.tokens(row, length)
-                parts, same = self.cached.start(prompt, window, passes.needed)
-                filled.append(parts)
-                at = parts[-1].end if parts else 0
-                self.stats.num_known_tokens += at
-                if window:
-                    marks[row] = {each for each in passes.cache.marks(length, same) if each > at}
-
-        def reached() -> None:
-            if self.request.progress is not None:
-                self.request.progress(sum(passes.lengths), sum(lengths))
-            for row, places in enumerate(marks):
-                for place in sorted(each for each in places if each <= passes.lengths[row]):
-                    places.remove(place)
-                    self._keep_text(row, place)
-
-        return passes.prefill(filled, reached, marks)
-
-    def _keep_text(self, row: int, length: int) -> None:
-        if self.cached is not None:
-            self.cached.keep(self._weights, self.passes, row, length)
-
-    def _round(self, index: int) -> Round:
-        self._times.clear()
-        self._mark()
-        self.stats.num_compactions += self._speculator.compact()
-        outcome = self._speculator.round(self._mark, keep=self.request.keep_scores)
-        return self._close(index, outcome)
-
-    def _mark(self) -> None:
-        if self.request.clock is not None:
-            self._times.append(self.request.clock())
-
-    def _close(self, index: int, outcome: Outcome) -> Round:
-        drafts, verdict = outcome.drafts, outcome.verdict
-        emitted = [outcome.emitted.get(row, ()) for row in self.rows]
-        for row in outcome.emitted:
-            if self.seats[row].finished:
-                self._keep_text(row, self.passes.lengths[row])
-        drafted = list(map(len, drafts.tokens))
+        outcome = run()
+        drafts, verdict, rows = outcome.drafts, outcome.verdict, range(len(self.seats))
+        emitted = [outcome.emitted.get(row, ()) for row in rows]
         scores = None if verdict.scores is None else _by_row(verdict.scores, verdict, emitted)
         logits = None
         if self.request.keep_logits and verdict.raw is not None:
@@ -232,17 +198,17 @@ class Decoder:
         round_ = Round(
             index=index,
             tokens=tuple(map(tuple, emitted)),
-            drafted=tuple(drafted),
-            accepted=tuple(outcome.accepted.get(row, 0) for row in self.rows),
+            drafted=tuple(map(len, drafts.tokens)),
+            accepted=tuple(outcome.accepted.get(row, 0) for row in rows),
             confidences=tuple(map(tuple, drafts.confidences)),
-            signal=self._speculator.signal,
+            signal=self.loop.signal,
             finished=tuple(self.finished),
-            source=joint_source([outcome.source(row) for row in self.rows]),
+            source=joint_source([outcome.source(row) for row in rows]),
             scores=scores,
             logits=logits,
             times=tuple(self._times) or None,
             drafts=tuple(map(tuple, drafts.tokens)),
-            parents=tuple(drafts.parents.get(row) for row in self.rows),
+            parents=tuple(drafts.parents.get(row) for row in rows),
             steps=drafts.num_steps,
         )
         self.stats.add(round_)

@@ -5,7 +5,7 @@ Shapes: R rows of a pass, N positions, T tokens, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,12 +13,13 @@ from torch import Tensor
 
 from layerskip.cache.branches import along, depths
 from layerskip.cache.rows import on_device
+from layerskip.decoding.cached_texts import Reuse
 from layerskip.decoding.draws import DraftedTokens, Drawn, Draws, VerifiedTokens
 from layerskip.decoding.passes import Passes, Position
 from layerskip.decoding.rules import COUPLED, Rule
 from layerskip.decoding.seats import Seat
 from layerskip.decoding.sources.base import Proposal
-from layerskip.decoding.target import Mark, StepRequest, StepResult, VerifyResult
+from layerskip.decoding.target import StepRequest, StepResult, VerifyResult
 
 # The moves of rows so far, and every row with its length and last token.
 _Start = tuple[int, list[tuple[int, int, int]]]
@@ -30,6 +31,8 @@ class LiveTarget:
     Args:
         seats: by row; those of `passes.rows` are used.
         draws: the draws of the rows' laws, by row; rows with one law share theirs.
+        reuse: where texts start from earlier ones, and are stored for later ones.
+        progress: called after every pass over prompts.
     """
 
     def __init__(
@@ -38,12 +41,12 @@ class LiveTarget:
         seats: Sequence[Seat],
         draws: Sequence[Draws],
         rule: Rule = COUPLED,
-        *,
-        joint: bool,
+        reuse: Reuse | None = None,
+        progress: Callable[[], None] = lambda: None,
     ) -> None:
         self.passes, self.seats, self.draws, self.rule = passes, seats, draws, rule
         self.states, self.lengths = passes.states, passes.lengths
-        self._joint = draws[0] if joint else None
+        self.reuse, self._progress = reuse or Reuse(None, passes), progress
         # Must not capture `self`, which holds the passes.
         passes.score = lambda row, *place: draws[row].scores(row, *place)
         self._feed: Tensor  # (R, 1) tokens that the next step of a chain feeds
@@ -81,30 +84,32 @@ class LiveTarget:
         return count
 
     def _by_law(
-        self, raw: Tensor, positions: Sequence[Position], *, native: bool
-    ) -> Iterator[tuple[Draws, list[int], Tensor, list[Position]]]:
-        """Yield groups to draw in one call: draws, indices, raw logits, positions.
+        self, positions: Sequence[Position], *, native: bool
+    ) -> list[tuple[Draws, list[int]]]:
+        """Groups to draw in one call: their draws, and the indices of their positions.
 
         Args:
             native: whether native calls may draw; they handle several laws at once.
         """
         groups: dict[object, tuple[Draws, list[int]]] = {}
+        of_rows = {row: self.draws[row] for row, _ in positions}
+        if len({*of_rows.values()}) == 1:
+            return [(next(iter(of_rows.values())), [*range(len(positions))])]
         for i, (row, _) in enumerate(positions):
-            draws = self.draws[row]
+            draws = of_rows[row]
             groups.setdefault(draws.alike if native else draws, (draws, []))[1].append(i)
-        for draws, some in groups.values():
-            part = raw if len(groups) == 1 else raw[some]  # (n, V)
-            yield draws, some, part, [positions[i] for i in some]
+        return [*groups.values()]
 
     def _drawn(self, raw: Tensor, positions: Sequence[Position], ask: StepRequest) -> Drawn:
         """Draw from a draft's raw logits (N, V)."""
-        if self._joint is not None:
-            return self._joint.draft(raw, positions, ask.signal, best=ask.best)
+        groups = self._by_law(positions, native=ask.signal != "probability")
+        if len(groups) == 1:
+            return groups[0][0].draft(raw, positions, ask.signal, best=ask.best)
         tokens = torch.full((len(raw), max(2, ask.best)), -1, device=raw.device)  # (N, best)
         sure = torch.zeros(len(raw), device=raw.device)  # (N,)
-        native = ask.signal != "probability"
-        for draws, some, part, where in self._by_law(raw, positions, native=native):
-            drawn = draws.draft(part, where, ask.signal, best=ask.best)
+        for draws, some in groups:
+            where = [positions[i] for i in some]
+            drawn = draws.draft(raw[some], where, ask.signal, best=ask.best)
             tokens[some, 0] = drawn.tokens
             if drawn.confidences is not None:
                 sure[some] = drawn.confidences
@@ -175,20 +180,28 @@ class LiveTarget:
         sure = more.pop(0) if ask.signal is not None else []
         return StepResult([*zip(tokens, *more, strict=True)], sure)
 
-    def verify(
-        self, drafts: DraftedTokens, rows: Sequence[int], mark: Mark, *, keep: bool = False
-    ) -> VerifyResult:
-        positions = drafts.positions(rows)
+    def seat(self, row: int, *prompt: Any) -> None:
+        self.passes.seat(row, *prompt)
+
+    def prefill(
+        self, ends: Mapping[int, int] | None = None, read: Callable[[Tensor], None] | None = None
+    ) -> Tensor | None:
+        return self.passes.prefill(ends, self._reached, self.reuse.marks, read)
+
+    def _reached(self) -> None:
+        self._progress()
+        self.reuse.reached()
+
+    def verify(self, drafts: DraftedTokens, positions: Sequence[Position]) -> Tensor:
         raw = self._begun(drafts, positions)  # (N, V)
         if raw is None:
             raw = self.passes.verify(
                 self._unfed(drafts), positions, drafts.branches(self.passes.rows)
             )
-        mark()
         for row in drafts.step_free:
             for offset, token in enumerate(drafts.tokens[row]):
                 self.seats[row].remember(offset, token)
-        return self.judge(raw, positions, drafts, keep=keep)
+        return raw
 
     def _unfed(self, drafts: DraftedTokens) -> Tensor:
         """The tokens that no step has fed, (R, T), as `Passes.verify` takes them."""
@@ -213,7 +226,6 @@ class LiveTarget:
         *,
         keep: bool = False,
     ) -> VerifyResult:
-        """Judge a round's drafts, or the tokens after prompts, by raw logits (N, V)."""
         places = positions
         if drafts is not None and drafts.parents:  # noise depends on depth, not on the node
             deep = {row: depths(parents) for row, parents in drafts.parents.items()}
@@ -297,23 +309,35 @@ class LiveTarget:
         self, raw: Tensor, positions: Sequence[Position], drafts: DraftedTokens | None, keep: bool
     ) -> VerifiedTokens:
         """Make the decisions of all rows' laws on raw logits (N, V)."""
-        if self._joint is not None:
-            return self._joint.judge(raw, positions, drafts, keep=keep)
+        groups = self._by_law(positions, native=True)
         drawn = torch.full((len(raw),), -1, device=raw.device)  # (N,)
-        for draws, some, part, where in self._by_law(raw, positions, native=True):
+        verified = VerifiedTokens(None, drawn, None)
+        for draws, some in groups:
             with draws.ending():
-                drawn[some] = draws.judge(part, where, drafts).drawn
-        return VerifiedTokens(None, drawn, None)
+                if len(groups) == 1:
+                    verified = draws.judge(raw, positions, drafts, keep=keep)
+                else:
+                    where = [positions[i] for i in some]
+                    drawn[some] = draws.judge(raw[some], where, drafts).drawn
+        return verified
 
-    def commit(self, row: int, emitted: Sequence[int], drafts: DraftedTokens) -> None:
-        path: Sequence[int] = ()
-        if row in drafts.parents:
-            path = along(drafts.parents[row], drafts.tokens[row], emitted)
-        self.passes.commit(row, emitted, path)
+    def commit(self, row: int, emitted: Sequence[int], drafts: DraftedTokens | None) -> None:
+        if drafts is None:  # the token after a prompt, all of which has been fed
+            self.passes.tell(row, emitted)
+        else:
+            path: Sequence[int] = ()
+            if row in drafts.parents:
+                path = along(drafts.parents[row], drafts.tokens[row], emitted)
+            self.passes.commit(row, emitted, path)
         self.draws[row].forget(self.seats[row])
+        if self.seats[row].finished:
+            self.reuse.keep(row)
 
-    def keep(self, rows: Sequence[int]) -> None:
-        self.passes.keep(rows)
+    def leave(self, rows: Collection[int]) -> None:
+        for row in rows:
+            if self.seats[row].reason in ("cancelled", "error"):
+                self.reuse.keep(row)
+        self.passes.leave(rows)
 
 
 def on_host(*values: Tensor) -> Callable[[], list[list[Any]]]:

@@ -5,16 +5,15 @@ Shapes: N positions, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 from layerskip.decoding.draws import DraftedTokens
+from layerskip.decoding.passes import Position
 from layerskip.decoding.rules import Rule
 from layerskip.decoding.sources.base import Proposal, State
-
-Mark = Callable[[], None]
 
 
 class StepRequest(NamedTuple):
@@ -54,7 +53,7 @@ class VerifyResult(NamedTuple):
 
 
 class Target(Protocol):
-    """The target on which a `Speculator` runs rounds.
+    """The target on which a `Loop` runs rounds.
 
     Attributes:
         states: the state of each source, which takes its steps; None if its steps are recorded.
@@ -74,6 +73,17 @@ class Target(Protocol):
     @property
     def rule(self) -> Rule: ...
 
+    def seat(self, row: int, *prompt: Any) -> None:
+        """Give a row another text, see `RowPlaces.seat`."""
+
+    def prefill(
+        self, ends: Mapping[int, int] | None = None, read: Callable[[Tensor], None] | None = None
+    ) -> Tensor | None:
+        """Run prompts up to their ends, see `Prefill.prefill`; returns logits after them, (r, V).
+
+        None: one has more tokens, or they are recorded.
+        """
+
     def room(self, row: int) -> int:
         """The number of slots that a row has left."""
 
@@ -92,13 +102,25 @@ class Target(Protocol):
             The result, row by row; None if nothing needs it before the target has seen it.
         """
 
-    def verify(
-        self, drafts: DraftedTokens, rows: Sequence[int], mark: Mark, *, keep: bool = False
+    def verify(self, drafts: DraftedTokens, positions: Sequence[Position]) -> Tensor | None:
+        """Run the drafts; returns raw logits (N, V) at these positions, None if recorded."""
+
+    def judge(
+        self,
+        raw: Any,
+        positions: Sequence[Position],
+        drafts: DraftedTokens | None = None,
+        *,
+        keep: bool = False,
     ) -> VerifyResult:
-        """Verify the drafts of rows."""
+        """Judge a round's drafts by these logits; without drafts, draw the tokens after prompts.
 
-    def commit(self, row: int, emitted: Sequence[int], drafts: DraftedTokens) -> None:
-        """Continue after the tokens that a row has emitted."""
+        Args:
+            keep: whether to keep the processed scores.
+        """
 
-    def keep(self, rows: Sequence[int]) -> None:
-        """Drop all rows except these (ascending) from further rounds."""
+    def commit(self, row: int, emitted: Sequence[int], drafts: DraftedTokens | None) -> None:
+        """Continue after the tokens that a row has emitted in a round, or after its prompt."""
+
+    def leave(self, rows: Collection[int]) -> None:
+        """Drop rows from further rounds."""

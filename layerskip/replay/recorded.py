@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 from layerskip.decoding.draws import DraftedTokens
+from layerskip.decoding.passes import Position
 from layerskip.decoding.sources.base import Proposal
-from layerskip.decoding.target import Mark, StepRequest, StepResult, VerifyResult
+from layerskip.decoding.target import StepRequest, StepResult, VerifyResult
 from layerskip.replay.replayed_drafts import Replay, TextBatch
 from layerskip.replay.token_draws import NOTHING
 from layerskip.texts.tokens import common_prefix
@@ -46,9 +48,6 @@ class RecordedTarget:
         self.drafts = [[_TextDraft(each, text) for text in texts] for each in sources]
         self.states = [None for _ in sources]
         self.tokens = [text.tokens[text.prompt :].tolist() for text in self.texts]
-        for row, tokens in enumerate(self.tokens):
-            batch.seats[row].emit(tokens[:1])
-            batch.commit(row)
 
     @property
     def rows(self) -> Mapping[int, int]:
@@ -77,12 +76,28 @@ class RecordedTarget:
             [getattr(draft, kind)[start][step] for draft, start in places],
         )
 
-    def verify(
-        self, drafts: DraftedTokens, rows: Sequence[int], mark: Mark, *, keep: bool = False
+    def seat(self, row: int, *prompt: Any) -> None:
+        raise NotImplementedError("a recorded text keeps its row")
+
+    def prefill(self, ends: Any = None, read: Any = None) -> None:
+        self.batch.rows = {row: row for row in range(len(self.texts))}
+
+    def verify(self, drafts: DraftedTokens, positions: Sequence[Position]) -> None:
+        pass
+
+    def judge(
+        self,
+        raw: None,
+        positions: Sequence[Position],
+        drafts: DraftedTokens | None = None,
+        *,
+        keep: bool = False,
     ) -> VerifyResult:
-        mark()
         tokens: list[list[int]] = [[] for _ in self.texts]
-        for row in rows:
+        for row in dict.fromkeys(row for row, _ in positions):
+            if drafts is None:
+                tokens[row] = self.tokens[row][:1]
+                continue
             start, drafted = self._start(row), drafts.tokens[row]
             following = self.tokens[row][start + 1 :]
             if row in drafts.step_free:
@@ -94,8 +109,9 @@ class RecordedTarget:
             tokens[row] = [*following, NOTHING][: agreeing + 1]
         return VerifyResult(tokens, [[*range(len(each))] for each in tokens])
 
-    def commit(self, row: int, emitted: Sequence[int], drafts: DraftedTokens) -> None:
+    def commit(self, row: int, emitted: Sequence[int], drafts: DraftedTokens | None) -> None:
         self.batch.commit(row)
 
-    def keep(self, rows: Sequence[int]) -> None:
-        self.batch.rows = {row: place for place, row in enumerate(rows)}
+    def leave(self, rows: Collection[int]) -> None:
+        kept = (row for row in self.batch.rows if row not in rows)
+        self.batch.rows = {row: place for place, row in enumerate(kept)}

@@ -202,7 +202,7 @@ class TextBatch:
         self.emitted = [seat.emitted for seat in self.seats]
         self.prompts = [text.tokens[: text.prompt] for text in texts]
         self.prompt_lengths = [text.prompt for text in texts]
-        self.rows = {row: row for row in range(len(texts))}
+        self.rows: dict[int, int] = {}
         self.lengths = list(self.prompt_lengths)
         self.total = self.slots = max(len(text.tokens) for text in texts)
         self.draws = Draws(

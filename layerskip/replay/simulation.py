@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from layerskip.costs.speculation import Costs
 from layerskip.decoding.controller import Controller
+from layerskip.decoding.decoding_loop import Loop
 from layerskip.decoding.rounds import joint_source
-from layerskip.decoding.speculator import Speculator
 from layerskip.replay.recorded import RecordedTarget
 from layerskip.replay.replayed_drafts import Replay
 
@@ -59,13 +59,12 @@ def simulate(
         )
     target = RecordedTarget(several, texts)
     seats, rows = target.batch.seats, range(len(texts))
-    speculator = Speculator(target, controller, seats, longest=longest)
-    controller.reset(len(texts))
+    loop = Loop(target, controller, seats, longest=longest)
+    loop.prefill()
     while not all(seat.finished for seat in seats):
-        speculator.compact()
-        going = [row for row in target.rows if not seats[row].finished]
-        context = sum(target.lengths[row] for row in going) // len(going)
-        outcome = speculator.round()
+        loop.compact()
+        context = sum(target.lengths[row] for row in loop.going) // len(loop.going)
+        outcome = loop.round()
         yield SimulatedRound(
             drafted=tuple(map(len, outcome.drafts.tokens)),
             accepted=tuple(outcome.accepted.get(row, 0) for row in rows),

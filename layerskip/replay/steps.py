@@ -110,8 +110,9 @@ class Walk:
             passes.verify(fed, [(row, 0) for row in passes.rows])
             for row in behind:
                 passes.commit(row, self._next(row))
-        if [*places] != [*passes.rows]:  # only now: draft steps read what was just committed
-            passes.keep([*places])
+        # Only now: draft steps read what was just committed.
+        if others := passes.rows.keys() - places:
+            passes.leave(others)
 
     def raw(self, step: int, tokens: Tensor, rows: Tensor) -> Tensor:
         """Raw logits (B, 1, V) of a step after tokens (B, 1)."""

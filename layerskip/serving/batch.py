@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,15 +14,16 @@ from layerskip.api.generation import LayerSkipDecoding
 from layerskip.api.plan import open_plan
 from layerskip.api.settings import LONGEST_DRAFT
 from layerskip.cache.rows import rounded_up
-from layerskip.decoding.cached_texts import CachedTexts
+from layerskip.decoding.cached_texts import CachedTexts, Reuse
 from layerskip.decoding.controller import completed
+from layerskip.decoding.decoding_loop import Loop, Outcome
 from layerskip.decoding.live_target import LiveTarget
 from layerskip.decoding.passes import Passes
 from layerskip.decoding.rules import rule_of
 from layerskip.decoding.seats import Seat
-from layerskip.decoding.speculator import Speculator
 from layerskip.model.opened_models import sublayers_of
 from layerskip.serving.served_texts import OfTexts, Text
+from layerskip.texts.tokens import common_prefix
 
 _PREDICTED = 1  # the number of the source of predictions; 0 is that of forced tokens
 _SCORED = 64  # prompt tokens per pass if their log-probabilities are requested
@@ -69,7 +71,7 @@ class ServingBatch:
                     f"{type(source).__name__} shares state across requests, so it cannot be "
                     "served; leave it out"
                 )
-        self.num_seats, self.cached = seats, cached
+        self.num_seats = seats
         limit, theirs = self.model.max_positions, [each.max_positions for each in own]
         self.max_tokens = min(limit, max_tokens or limit, *(each for each in theirs if each))
         self.longest = (decoding.max_draft_length or LONGEST_DRAFT) if decoding.enabled else 0
@@ -87,17 +89,14 @@ class ServingBatch:
         )
         self.passes.open_seats(self.max_tokens)
         self._draws: list[Any] = [None] * seats
-        self.target = LiveTarget(self.passes, self.seats, self._draws, joint=False)
+        self.reuse = Reuse(cached, self.passes, early=True)
+        self.target = LiveTarget(self.passes, self.seats, self._draws, reuse=self.reuse)
         self.model.backend.long_lived = True
         request = plan.request(seats, max(1, min(256, self.max_tokens - 4)))
         with torch.no_grad():  # costs are measured here, before any text is waited for
             controller, _ = plan.controller(request, _MEASURING, ahead=math.inf)
         self.controller = completed(controller)
-        self._speculator = Speculator(
-            self.target, self.controller, self.seats, longest=self.longest
-        )
-        self.controller.reset(seats)
-        self._weights: object = None  # identifies the weights of the keys and values
+        self.loop = Loop(self.target, self.controller, self.seats, longest=self.longest)
         self._free = list(range(seats))
 
     def clear(self) -> None:
@@ -111,8 +110,7 @@ class ServingBatch:
 
     @property
     def joining(self) -> list[Text]:
-        passes = self.passes
-        return [self.seats[row] for row in passes.seated[len(passes.rows) :]]
+        return [self.seats[row] for row in self.passes.joining]
 
     def shape(self, text: Text, memory: int) -> tuple[int, int] | None:
         """Places and slots with which a text can join; None if it does not fit with the others."""
@@ -135,72 +133,97 @@ class ServingBatch:
         passes = self.passes
         if shape != (passes.cache.rows, passes.slots):
             passes.resize(*shape)
-        row = self._free.pop()
+        row, request = self._free.pop(), text.request
         self._draws[row] = text.open(row, self.seats, passes.emitted[row], self.model)
-        self.seats[row] = text
-        passes.join(row, text.request.prompt, text.request.pictures, text.request.encoded)
-        self.controller.forget(row)
+        self.loop.seat(row, text, request.prompt, request.pictures, request.encoded)
 
     def leave(self, text: Text) -> None:
         if text.row < 0:  # it never joined
             return
-        if length := self.passes.lengths[text.row]:
-            self.cached.keep(text.weights, self.passes, text.row, length)
-        self.passes.leave(text.row)
+        self.loop.leave([text.row])
         self._free.append(text.row)
 
     def left(self, text: Text) -> int:
         return text.prompt_length - self.passes.lengths[text.row]
 
-    def prefill(self, text: Text, most: int) -> int:
+    def prefill(self, text: Text, most: int, room: int) -> int:
         """Run the next tokens of a joining text's prompt after the cached ones; returns the number.
 
-        After the last one, the text takes part in rounds.
+        If that ends the prompt, whole prompts of other joining texts are run beside it. After its
+        last token, a text takes part in rounds.
+
+        Args:
+            most: maximum number of tokens of this text.
+            room: maximum number of tokens of all.
         """
         passes, row, scored = self.passes, text.row, text.request.prompt_logprobs
-        if not passes.lengths[row]:  # more may be cached now than when it joined
-            if not any(passes.lengths[each] for each in passes.seated):
-                # Only if no text is in progress: new weights would spoil those anyway.
-                self._weights = self.cached.check(self.model)
-            text.weights = self._weights
-            window = passes.cache.window
-            prompt = passes.tokens(row, scored or text.prompt_length)
-            filled, same = self.cached.start(prompt, window, passes.needed)
-            passes.fill(row, filled)
-            text.counts.cached = passes.lengths[row]
-            text.marks = passes.cache.marks(text.prompt_length, same)
-        before = passes.lengths[row]
-        ahead = sorted(mark for mark in text.marks if mark > before)
-        every = 0 < scored <= before + 1
-        most = min(most, passes.piece, _SCORED if every else most)
+        if not any(passes.lengths[each] for each in passes.seated):
+            # Only if no text is in progress: new weights would spoil those anyway.
+            self.reuse.check()
+        self._start(text)
+        before, read = passes.lengths[row], None
+        most = min(most, passes.piece)
         if before + 1 < scored:
             most = min(most, scored - 1 - before)
-        if ahead and self.model.recurrent:
-            most = min(most, ahead[0] - before)
-        raw = passes.prefill_piece(row, most, every)  # (1, V), or (n, V)
-        if every and raw is not None:
-            text.tell_prompt(raw, before + 1)
-            raw = raw[-1:] if passes.lengths[row] == text.prompt_length else None  # (1, V)
-        for mark in ahead:
-            if mark <= passes.lengths[row]:
-                self.cached.keep(text.weights, passes, row, mark)
-        if raw is not None:
-            passes.begin(row)
-            verdict = self.target.judge(raw, [(row, 0)])
-            if text.reason is None:
-                emitted = text.emit(verdict.tokens[row])
-                text.tell_logprobs(raw, emitted)
-                passes.tell(row, emitted)
-        return passes.lengths[row] - before
+        elif scored:
+            most, read = min(most, _SCORED), partial(text.tell_prompt, first=before + 1)
+        ends = {row: passes.end_of_piece(row, before + most)}
+        if ends[row] == text.prompt_length and read is None:
+            ends = self._beside(text, room)
+        starts = sum(passes.lengths[each] for each in ends)
+        outcome = self.loop.prefill(ends, read)
+        self._tell_logprobs(outcome)
+        return sum(passes.lengths[each] for each in ends) - starts
 
-    def round(self) -> None:
-        """Run a round of the texts that have begun."""
-        if all(text.finished for text in self.texts):
-            return
-        with self.model.disturbed():
-            outcome = self._speculator.round()
+    def _start(self, text: Text) -> None:
+        """Let a text start from what is cached now, which may be more than when it joined."""
+        if not self.passes.lengths[text.row]:
+            self.reuse.start({text.row: text.request.prompt_logprobs or None})
+            text.counts.cached = self.passes.lengths[text.row]
+
+    def _beside(self, text: Text, room: int) -> dict[int, int]:
+        """Texts whose prompts end with one pass beside that of a text, and their lengths.
+
+        A text that would start from much of what another one leaves waits for it.
+        """
+        passes, group, longest = self.passes, [text], self.left(text)
+        others = [] if self._runs_alone(text) else [each for each in self.joining if each != text]
+        for other in sorted(others, key=self.left):
+            known = passes.lengths[other.row]
+            if not known:
+                found, _ = self.reuse.find(other.row)
+                known = found[-1].end if found else 0
+            left = other.prompt_length - known
+            longest_here = max(longest, left)
+            if left > passes.piece or longest_here * (len(group) + 1) > room:
+                continue
+            ahead = other.request.prompt[known:-1]
+            same = max(common_prefix(ahead, each.request.prompt[known:]) for each in group)
+            if 2 * same >= left or self._runs_alone(other):
+                continue
+            group.append(other)
+            longest = longest_here
+        for each in group[1:]:
+            self._start(each)
+        rows = {each.row for each in group}
+        return {row: passes.prompt_lengths[row] for row in passes.joining if row in rows}
+
+    def _runs_alone(self, text: Text) -> bool:
+        asked = text.request
+        return bool(asked.prompt_logprobs) or asked.pictures is not None or self.model.encoder
+
+    def _tell_logprobs(self, outcome: Outcome) -> None:
         for row, emitted in outcome.emitted.items():
             text, raw, read = self.seats[row], outcome.verdict.raw, outcome.verdict.read[row]
             if text.request.top_logprobs is not None and raw is not None:
                 text.tell_logprobs(raw[read[: len(emitted)]], emitted)
-            text.count(outcome, _PREDICTED)
+
+    def round(self) -> None:
+        """Run a round of the texts that have begun."""
+        if not self.loop.going:
+            return
+        with self.model.disturbed():
+            outcome = self.loop.round()
+        self._tell_logprobs(outcome)
+        for row in outcome.emitted:
+            self.seats[row].count(outcome, _PREDICTED)

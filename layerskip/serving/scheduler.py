@@ -262,8 +262,8 @@ class Serving:
         """Let waiting requests join while there is room, and run pieces of their prompts.
 
         The oldest one gets half of a step's tokens, so that it is never left behind. The rest goes
-        to the shortest ones: these finish soon, and of prompts with a common prefix one is run and
-        then known to the others.
+        to the shortest ones: these finish soon, several in one pass. Of prompts that have most of
+        their tokens in common, one is run and then known to the others.
         """
         batch, left = self._batch, PIECE
         self._join()
@@ -273,7 +273,7 @@ class Serving:
                 most = left // 2
             else:
                 text, most = min(batch.joining, key=batch.left), left
-            left -= batch.prefill(text, most)
+            left -= batch.prefill(text, most, left)
             self._tell()
             self._join()
 

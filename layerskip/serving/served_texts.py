@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import MinPLogitsWarper
 
 from layerskip.api.arguments import end_tokens, law_of, sampling_of
+from layerskip.decoding.decoding_loop import Outcome
 from layerskip.decoding.draws import Draws
 from layerskip.decoding.laws import Law
 from layerskip.decoding.noise import stream_key
@@ -23,7 +24,6 @@ from layerskip.decoding.seats import Seat
 from layerskip.decoding.sources.base import Batch, Proposal, RowsState, Source, State
 from layerskip.decoding.sources.forced import ForcedRow
 from layerskip.decoding.sources.lookup import NOTHING, Lookup, LookupRow
-from layerskip.decoding.speculator import Outcome
 from layerskip.serving.requests import Counts, Piece, TextRequest
 from layerskip.texts.grammars import GrammarLimit
 
@@ -42,7 +42,6 @@ class Text(Seat):
 
     Attributes:
         row: its seat; -1 if it has none.
-        marks: where its prompt is stored for later texts, see `RowCache.marks`.
         index: the index of the request's prediction.
         piece: what will be reported next.
         submitted: time of the submission, by `time.perf_counter`.
@@ -76,8 +75,6 @@ class Text(Seat):
         self.counts = Counts()
         self.index: Lookup | None = None
         self.row = -1
-        self.marks: set[int] = set()
-        self.weights: object = None  # identifies the weights of its keys and values
         self.piece = Piece()
 
     def open(self, row: int, seats: Sequence[Seat], emitted: list[int], model: Any) -> Draws:

@@ -1,10 +1,15 @@
-"""One round of decoding on any target: plan, draft, verify, judge, commit."""
+"""The life of texts on any target, live or recorded; a round is plan, draft, verify, judge, commit.
+
+Shapes: V vocabulary.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableSequence, Sequence
 from functools import partial
 from typing import Any, NamedTuple
+
+from torch import Tensor
 
 from layerskip.cache.branches import along, trunk
 from layerskip.costs.speculation import draft_limit, remaining
@@ -38,73 +43,95 @@ class Outcome(NamedTuple):
         return self.plans[row].source if row in self.plans and self.drafts.tokens[row] else None
 
 
-class Speculator:
-    """Runs rounds on a target. The controller decides how long each row drafts.
+class Loop:
+    """Texts on a target: they are seated, run their prompts, take part in rounds, and leave.
+
+    `generate()` seats all rows and drains the loop; servers seat texts as they come; a replay gives
+    a recorded target. The controller decides how long each row drafts in a round.
 
     Args:
-        seats: by row; the unfinished ones of `target.rows` take part.
+        seats: by row, the texts; the unfinished ones of `target.rows` take part in rounds.
         longest: maximum number of tokens of a row that a round verifies.
+        keep: whether to keep the processed scores of emitted tokens.
+        mark: called after drafting, and after the target's pass.
     """
 
     def __init__(
         self,
         target: Target,
         controller: Controller,
-        seats: Sequence[Seat],
+        seats: MutableSequence[Any],
         *,
         longest: int,
+        keep: bool = False,
+        mark: Callable[[], None] = lambda: None,
     ) -> None:
         self.target, self.controller, self.seats, self.longest = target, controller, seats, longest
+        self.keep, self.mark = keep, mark
         self.signal: str | None = None
         if controller.needs_confidence:
             # Margins are those of the target only if drafts share its noise.
             self.signal = signal_of(controller) if target.rule.shares_noise else "probability"
         self._chooser = controller if isinstance(controller, Chooser) else None
         self._proposals: Sequence[Mapping[int, Proposal]] = ()
+        self._trees: Any = None  # of the round
+        controller.reset(len(seats))
+
+    @property
+    def going(self) -> list[int]:
+        """The rows of the next round."""
+        return [row for row in self.target.rows if not self.seats[row].finished]
+
+    def seat(self, row: int, seat: Seat, *prompt: Any) -> None:
+        """Give a row another text and its prompt, see `RowPlaces.seat`."""
+        self.seats[row] = seat
+        self.target.seat(row, *prompt)
+        self.controller.forget(row)
+
+    def prefill(
+        self, ends: Mapping[int, int] | None = None, read: Callable[[Tensor], None] | None = None
+    ) -> Outcome:
+        """Run prompts of joining rows up to given ends, or all of them (see `Prefill.prefill`).
+
+        The outcome has the first token of each row whose prompt is done.
+        """
+        before = {*self.target.rows}
+        raw = self.target.prefill(ends, read)
+        self.mark()
+        rows = [row for row in self.target.rows if row not in before]
+        if not rows:
+            return Outcome({}, DraftedTokens.of(len(self.seats)), VerifyResult([], []), {}, {})
+        verdict = self.target.judge(raw, [(row, 0) for row in rows], keep=self.keep)
+        return self._commit(rows, {}, None, verdict)
+
+    def round(self) -> Outcome:
+        """Run a round of the unfinished rows."""
+        plans = self._plan(self.going)
+        drafts = self._draft(plans)
+        self.mark()
+        rows = [row for row in plans if not self.seats[row].finished]  # errors may have ended some
+        if not rows:
+            return Outcome(plans, drafts, VerifyResult([], []), {}, {})
+        positions = drafts.positions(rows)
+        raw = self.target.verify(drafts, positions)
+        self.mark()
+        verdict = self.target.judge(raw, positions, drafts, keep=self.keep)
+        return self._commit(rows, plans, drafts, verdict)
+
+    def leave(self, rows: Collection[int]) -> None:
+        """Let rows go, finished or not."""
+        self.target.leave(rows)
 
     def compact(self) -> bool:
-        """Drop finished rows as soon as the others fit into half of a pass (see `remaining`)."""
-        rows = [*self.target.rows]
-        going = [row for row in rows if not self.seats[row].finished]
+        """Let finished rows go as soon as the others fit into half of a pass (see `remaining`)."""
+        rows, going = [*self.target.rows], self.going
         size = remaining(len(rows), len(going))
         if size == len(rows):
             return False
         done = [row for row in rows if self.seats[row].finished]
         done.sort(key=self.target.lengths.__getitem__)  # short rows have the least to attend to
-        self.target.keep(sorted([*going, *done[: size - len(going)]]))
+        self.leave(done[size - len(going) :])
         return True
-
-    def round(self, mark: Callable[[], None] = lambda: None, *, keep: bool = False) -> Outcome:
-        """Run a round.
-
-        Args:
-            mark: called after drafting, and after the target's pass.
-        """
-        target, seats = self.target, self.seats
-        plans = self._plan([row for row in target.rows if not seats[row].finished])
-        trees = self.controller.trees if self.signal == "margin" else None
-        if trees is not None and not target.branches:
-            trees = None
-        drafts = self._draft(plans, trees)
-        mark()
-        rows = [row for row in plans if not seats[row].finished]  # an error may have ended some
-        if not rows:
-            return Outcome(plans, drafts, VerifyResult([], []), {}, {})
-        verdict = target.verify(drafts, rows, mark, keep=keep)
-        emitted: dict[int, Sequence[int]] = {}
-        accepted: dict[int, int] = {}
-        for row in rows:
-            seat, tokens = seats[row], verdict.tokens[row]
-            if seat.finished:
-                continue
-            emitted[row] = seat.emit(tokens)
-            accepted[row] = min(len(tokens) - 1, len(emitted[row]))
-            target.commit(row, emitted[row], drafts)
-            self._learn(row, emitted[row])
-            if trees is not None and plans[row].limit and plans[row].tokens is None:
-                trees.learn(row, tokens)
-            self.controller.update(row, len(drafts.tokens[row]), len(tokens) - 1)
-        return Outcome(plans, drafts, verdict, emitted, accepted)
 
     def _plan(self, rows: Sequence[int]) -> dict[int, RowPlan]:
         target, controller, count = self.target, self.controller, len(self.target.states)
@@ -145,8 +172,11 @@ class Speculator:
             proposal = proposal.some(range(1, most + 1))
         return usable(proposal, partial(target.allowed, row), eos=seat.eos)
 
-    def _draft(self, plans: Mapping[int, RowPlan], trees: Any) -> DraftedTokens:
+    def _draft(self, plans: Mapping[int, RowPlan]) -> DraftedTokens:
         """Collect tokens that need no step, up to each row's limit, and take steps for the rest."""
+        trees = self._trees = self.controller.trees if self.signal == "margin" else None
+        if trees is not None and not self.target.branches:
+            trees = self._trees = None
         drafts = DraftedTokens.of(len(self.seats))
         stepping: dict[int, list[int]] = {}  # by source, the rows of its steps
         for row, plan in plans.items():
@@ -225,6 +255,32 @@ class Speculator:
                 drafts.kept_steps = 0
             drafts.propose(row, tokens, None if [*parents] == [*range(len(parents))] else parents)
             drafts.chosen.add(row)
+
+    def _commit(
+        self,
+        rows: Sequence[int],
+        plans: Mapping[int, RowPlan],
+        drafts: DraftedTokens | None,
+        verdict: VerifyResult,
+    ) -> Outcome:
+        """Emit what was judged, and tell the target, the sources and the controller."""
+        emitted: dict[int, Sequence[int]] = {}
+        accepted: dict[int, int] = {}
+        for row in rows:
+            seat, tokens = self.seats[row], verdict.tokens[row]
+            if seat.finished:
+                continue
+            emitted[row] = seat.emit(tokens)
+            accepted[row] = min(len(tokens) - 1, len(emitted[row]))
+            self.target.commit(row, emitted[row], drafts)
+            if drafts is not None:
+                self._learn(row, emitted[row])
+                if self._trees is not None and plans[row].limit and plans[row].tokens is None:
+                    self._trees.learn(row, tokens)
+                self.controller.update(row, len(drafts.tokens[row]), len(tokens) - 1)
+        return Outcome(
+            plans, drafts or DraftedTokens.of(len(self.seats)), verdict, emitted, accepted
+        )
 
     def _learn(self, row: int, emitted: Sequence[int]) -> None:
         """Report to a controller that chooses how good step-free tokens were, used or not."""

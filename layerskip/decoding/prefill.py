@@ -1,0 +1,217 @@
+"""Runs prompts: pieces of those of several rows in one pass, after what is known of them.
+
+Shapes: r rows of a pass, T tokens, H width, n slots, D width of a part, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from layerskip.decoding.places import RowPlaces, in_inference_mode
+from layerskip.decoding.sources.following import in_chunks
+from layerskip.model.picture_features import Pictures
+from layerskip.model.sublayers import Pass
+
+Part = tuple[str, int]  # ("keys" or "values", layer), or ("tap", sublayers)
+
+
+class Filling(NamedTuple):
+    """Cached contents of a row's slots up to `end`, from an earlier text (see `Prefill.parts`)."""
+
+    end: int
+    parts: Mapping[Part, Tensor]
+
+
+class Prefill(RowPlaces):
+    """Rows whose prompts are run through the whole model, after which they take part in rounds."""
+
+    @in_inference_mode
+    def prefill(
+        self,
+        ends: Mapping[int, int] | None = None,
+        reached: Callable[[], None] = lambda: None,
+        marks: Mapping[int, Collection[int]] = MappingProxyType({}),
+        read: Callable[[Tensor], None] | None = None,
+    ) -> Tensor | None:
+        """Run prompts of joining rows through the whole model, each from where it is to its end.
+
+        Rows whose whole prompts have been run take part in rounds from then on.
+
+        Args:
+            ends: by row, the number of prompt tokens to run up to: that of all, or of several rows
+                the whole prompts; None: the whole prompts of all joining rows.
+            reached: called after every pass.
+            marks: per row, numbers of tokens after which its text is stored; a model with recurrent
+                layers ends a pass there. Marks that are reached may be removed.
+            read: called with the logits after each of the tokens of a lone row, (T, V).
+
+        Returns:
+            Raw logits after the last token of every prompt, (r, V); None if one has more tokens.
+        """
+        if ends is None:
+            ends = {row: self.prompt_lengths[row] for row in self.joining}
+        rows, first = [*ends], len(self.rows)
+        if rows != self.joining[: len(rows)]:
+            others = [row for row in self.joining if row not in ends]
+            self._arrange([*self.rows, *rows, *others], first)
+        tokens = pad_sequence([self.prompts[row] for row in rows], batch_first=True)  # (r, T)
+        lasts = [length - 1 for length in self.prompt_lengths]
+        seen: list[Tensor] = []
+
+        def run(chunk: Tensor, some: range, firsts: list[int]) -> Tensor:
+            places = range(first + some.start, first + some.stop)
+            lowest = min(*self.lengths, *lasts)
+            hidden = self._run_prompts(chunk, places, firsts, lowest, through)
+            for row, begin in zip(rows[some.start : some.stop], firsts, strict=True):
+                self.lengths[row] = min(begin + chunk.shape[1], self.prompt_lengths[row])
+            if read is not None:
+                seen.append(hidden)
+            reached()
+            return hidden
+
+        self.cache.prefilled = False
+        through = self._through if read is None else self.model.num_sublayers
+        pictures = [self.pictures[row][0] for row in rows if row in self.pictures]
+        states = in_chunks(
+            *(self.model, tokens, [range(self.lengths[row], ends[row]) for row in rows], run),
+            inside=pictures[0].inside if pictures else (),
+            marks=[marks.get(row, ()) for row in rows] if self.model.recurrent else (),
+            partial=self.cache.partial,
+        )  # (r, H)
+        done = all(self.lengths[row] == self.prompt_lengths[row] for row in rows)
+        logits: Tensor | None = None
+        if read is not None:
+            logits = self.model.logits(torch.cat(seen, 1))[0]  # (T, V)
+            read(logits)
+        elif done:
+            logits = self._finish_prompts(states[:, None], range(first, first + len(rows)))
+        self.cache.prefilled = True
+        if not done or logits is None:
+            return None
+        self._arrange(self.seated, first + len(rows))
+        return logits[-len(rows) :]
+
+    @property
+    def _through(self) -> int:
+        # Layers that only read other layers' keys are needed for the last tokens alone.
+        return self.model.num_sublayers if self.needed else 2 * self.model.first_reader
+
+    def _run_prompts(
+        self, chunk: Tensor, places: range, firsts: list[int], lowest: int, through: int
+    ) -> Tensor:
+        """Run prompt tokens (r, T) at some places; returns states (r, T, H)."""
+        self.cache.place(firsts, chunk.shape[1], lowest, places)
+        hidden, step = self.model.feed(chunk, self.cache, self.rotary, self._pictures(places))
+        return self._carry(hidden, step, 0, through)
+
+    def _pictures(self, places: range) -> Pictures | None:
+        """The pictures in the prompts at some places, which all are of one call, if of any."""
+        row = self.seated[places.start]
+        if row not in self.pictures:
+            return None
+        pictures, number = self.pictures[row]
+        return pictures.some(range(number, number + len(places)))
+
+    def _finish_prompts(self, states: Tensor, places: range) -> Tensor:
+        """Logits (r, V) after the last prompt tokens at some places, from states (r, 1, H)."""
+        through, every = self._through, self.model.num_sublayers
+        if through < every:
+            prompts = [self.prompts[self.seated[place]] for place in places]
+            lasts = [len(prompt) - 1 for prompt in prompts]
+            ends = torch.stack([prompt[-1:] for prompt in prompts])  # (r, 1)
+            self.cache.place(lasts, 1, min(lasts), places)
+            _, step = self.model.feed(ends, self.cache, self.rotary, self._pictures(places))
+            states = self._carry(states, step, through, every)
+        return self.model.logits(states.transpose(0, 1))[0]
+
+    def end_of_piece(self, row: int, end: int) -> int:
+        """Where to end a piece of a prompt that would end there: not inside of a picture."""
+        inside = self.pictures[row][0].inside if row in self.pictures else ()
+        length, first = self.prompt_lengths[row], self.lengths[row]
+        if end not in inside:
+            return min(end, length)
+        later = next(each for each in range(end, length + 1) if each not in inside)
+        if later - first <= self.piece:
+            return later
+        # leave the picture to the next piece
+        return max(each for each in range(first + 1, end) if each not in inside)
+
+    # Hidden states at taps.
+
+    def _carry(self, hidden: Tensor, step: Pass, first: int, last: int) -> Tensor:
+        """Run hidden states (r, T, H) through sublayers, and keep the states at taps."""
+        for tap in self._taps:
+            if first < tap <= last:
+                hidden, first = self.model.run(hidden, step, range(first, tap)), tap
+                self._keep_states(tap, hidden)
+        return self.model.run(hidden, step, range(first, last))
+
+    def _keep_states(self, tap: int, hidden: Tensor) -> None:
+        states = self.cache.active_rows(self._states(tap, hidden))
+        rows = torch.arange(len(hidden), device=hidden.device)[:, None]  # (r, 1)
+        states[rows, self.cache.placed(hidden.device) + 1] = hidden
+
+    def _states(self, tap: int, like: Tensor) -> Tensor:
+        if tap not in self._tapped:
+            shape = self.cache.rows, self.cache.slots + 1, like.shape[-1]
+            self._tapped[tap] = like.new_zeros(shape)  # (B, S + 1, H)
+        return self._tapped[tap]
+
+    # What earlier texts leave, and later ones start from.
+
+    def tokens(self, row: int, length: int) -> list[int]:
+        """A row's first tokens: its prompt, then the tokens it has emitted.
+
+        Pictures have their own numbers (see `Pictures.named`).
+        """
+        prompt: list[int] = self.prompts[row][:length].tolist()
+        if row in self.pictures:
+            pictures, number = self.pictures[row]
+            prompt = pictures.named(number, prompt)
+        return [*prompt, *self.emitted[row][: length - len(prompt)]]
+
+    def parts(self, row: int, first: int, end: int) -> Iterator[tuple[Part, Tensor]]:
+        """Yield the contents of a row's slots `first` to `end` - 1 by name, as views (..., n, D).
+
+        All end with the last slot; those of window layers may begin later than the first.
+        """
+        place, whole = self.place_of(row), max(first, self._whole.get(row, 0))
+        for name, part in self.cache.parts(place, first, end):
+            unknown = part.shape[-2] - end + whole if name[1] in self.cache.trimmed else 0
+            yield name, part[..., max(0, unknown) :, :]
+        for name in self.needed:
+            yield name, self._tapped[name[1]][place, first + 1 : end + 1]  # (n, H)
+
+    @property
+    def needed(self) -> set[Part]:
+        """The names in `parts` that drafts need for all prompt tokens."""
+        states = (each for each in self.states if each.whole_prompts)
+        return {("tap", tap) for each in states for tap in each.every_tap}
+
+    @in_inference_mode
+    def fill(self, filled: Mapping[int, Sequence[Filling]]) -> None:
+        """Copy cached contents, in order, into the first slots of joining rows.
+
+        Rows that are seated at once are filled at once.
+        """
+        for row, fillings in filled.items():
+            self.lengths[row] = fillings[-1].end if fillings else 0
+        self.cache.begin({self.place_of(row): self.lengths[row] for row in filled})
+        for row, fillings in filled.items():
+            place, first, self._whole[row] = self.place_of(row), 0, 0
+            for end, parts in fillings:
+                for (kind, number), held in parts.items():
+                    if kind != "tap":
+                        self.cache.fill(place, (kind, number), end, held)
+                        if number in self.cache.trimmed and end - held.shape[-2] > first:
+                            self._whole[row] = max(self._whole[row], end - held.shape[-2])
+                    elif number in self._taps:
+                        states = self._states(number, held)
+                        states[place, end + 1 - len(held) : end + 1] = held
+                first = end
