@@ -24,7 +24,7 @@ from typing import Any
 import httpx
 import numpy as np
 
-from layerskip.cli.inputs import read_given, spoken
+from layerskip.cli.inputs import as_chats, read_given
 from layerskip.files.writing import write_text
 
 
@@ -113,7 +113,7 @@ def typical(name: str, values: Sequence[float]) -> dict[str, float]:
 
 
 def bodies_of(args: argparse.Namespace, count: int, begin: int) -> list[dict[str, Any]]:
-    chats = spoken(read_given(args.prompts), chat=True)
+    chats = as_chats(read_given(args.prompts), chat=True)
     common = {"model": args.model, "max_tokens": args.max_tokens, "stream": True}
     common |= {"temperature": args.temperature}
     if args.usage:

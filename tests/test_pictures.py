@@ -34,7 +34,7 @@ from layerskip.serving.http import make_app
 from layerskip.serving.openai_api import Served, answer_of
 from layerskip.serving.scheduler import Serving
 from layerskip.texts import pictures
-from layerskip.texts.pictures import showing
+from layerskip.texts.pictures import with_pictures
 
 TEMPLATE = (
     "{% for m in messages %}w9 {% if m.content is string %}{{ m.content }} {% else %}"
@@ -301,7 +301,7 @@ def test_a_session_keeps_the_keys_of_pictures(loaded):
     session = Session(loaded.model, memory=1 << 24, **DRAFTS)
     known = []
     for seed in (1, 2, 1):
-        message = showing({"role": "user", "content": "w5 w7"}, [picture(seed)])
+        message = with_pictures({"role": "user", "content": "w5 w7"}, [picture(seed)])
         want = expected(loaded, [message])
         inputs = loaded.encode_pictures([message], [picture(seed)])
         out = session.generate(inputs, max_new_tokens=NEW, do_sample=False)

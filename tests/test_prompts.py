@@ -33,7 +33,7 @@ def test_json_lines_of_every_kind(tmp_path):
     )
     prompts = read_prompts(path, strict=True)
     old = {"text", "messages", "response_format", "body"}  # in fingerprints of rows
-    assert [each.asked.keys() - old for each in prompts] == [{*()}] * 4 + [{"max_new_tokens"}]
+    assert [each.content.keys() - old for each in prompts] == [{*()}] * 4 + [{"max_new_tokens"}]
     assert prompts == [
         Prompt(id="a", text="def f(x):\n", category="code"),
         Prompt(id="2", messages=tuple(CHAT)),

@@ -362,7 +362,7 @@ class TestTools:
         called = {"function": {"name": "f", "arguments": "[" * 100_000}}
         history = [{"role": "assistant", "tool_calls": [called]}]
         [message] = ChatRequest(**{**ASKED, "messages": history}).messages
-        assert message.spoken()["tool_calls"][0]["function"] == called["function"]
+        assert message.for_template()["tool_calls"][0]["function"] == called["function"]
 
     def test_answers_are_taken_apart(self, place):
         """Reasoning, content and a call in one text become parts of one message."""
@@ -493,7 +493,7 @@ class TestResponses:
         call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
         said = {"role": "assistant", "content": "Yes."}
         body = ResponseRequest(**{**INPUT, "input": [thought, said, thought, call, said]}).chat()
-        told = [message.spoken() for message in body.messages]
+        told = [message.for_template() for message in body.messages]
         assert [each["content"] for each in told] == ["Yes.", "", "Yes."]
         assert [each.get("reasoning_content") for each in told] == ["Hm.", "Hm.", None]
         assert ["tool_calls" in each for each in told] == [False, True, False]
@@ -693,7 +693,7 @@ class TestRefusals:
         ]
         body = ChatRequest(**{**ASKED, "messages": history, "top_logprobs": 0})
         assert body.num_logprobs is None
-        thought, result = [message.spoken() for message in body.messages]
+        thought, result = [message.for_template() for message in body.messages]
         assert (thought["reasoning_content"], result["content"]) == ("Hm.", "")
         calls = [
             {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
@@ -823,7 +823,7 @@ class TestEnds:
 
             def counted(self, index, piece):
                 put(self, index, piece)
-                unsent.append(len(self._told))
+                unsent.append(len(self._pending))
 
             patch.setattr(http._Running, "_put", counted)
             slow.sendall("\r\n".join(lines).encode() + body)

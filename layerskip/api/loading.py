@@ -45,7 +45,7 @@ from layerskip.model.eagle_head import Eagle, eagle_config
 from layerskip.model.opened_models import open_model, runs_natively
 from layerskip.model.whole import support
 from layerskip.native import extension
-from layerskip.texts.pictures import encode_pictures, pictures_shown
+from layerskip.texts.pictures import encode_pictures, pictures_of_messages
 from layerskip.texts.prompts import Prompt
 from layerskip.texts.tokens import plural
 from layerskip.weights.formats.folders import folder_model, ignored_rounding, is_packed
@@ -101,7 +101,7 @@ class Loaded:
         Raises:
             ValueError: as for `encode` and `processor`.
         """
-        if pictures := pictures_shown(prompt.messages or ()):
+        if pictures := pictures_of_messages(prompt.messages or ()):
             return dict(self.encode_pictures(prompt.messages or (), pictures))
         ids = encode(self.tokenizer, prompt).to(self.model.device)  # (1, T)
         # Without a mask, the library would treat a pad token in the prompt as padding.

@@ -121,7 +121,7 @@ def benchmark(
     if earlier is not None and not (earlier.records or earlier.sweeps):
         earlier = None  # it stopped before any measurement, so its settings bind nothing
     read = inputs.read_tasks(tasks) if tasks else inputs.given_prompts(prompts, loading.model)
-    chosen = inputs.spoken(read, chat)
+    chosen = inputs.as_chats(read, chat)
     if not context:
         chosen = inputs.first_in_turn(inputs.first_of_each(chosen, per_category), limit)
     loaded = opening.open_model(loading, talk)

@@ -22,7 +22,7 @@ from layerskip.cli.opening import open_decoding
 from layerskip.cli.terminal import Talk, TextStream, reading, shown, two_columns, write_out
 from layerskip.config.skips import COLDEST
 from layerskip.files.writing import write_text
-from layerskip.texts.pictures import parts_of, showing
+from layerskip.texts.pictures import parts_of, with_pictures
 from layerskip.texts.prompts import Prompt
 from layerskip.texts.tokens import Detokenizer, decode_text, plural
 
@@ -231,7 +231,7 @@ class Conversation:
         dropped with a warning.
         """
         pictures, self.pictures = self.pictures, []
-        self._say(showing({"role": "user", "content": text}, pictures))
+        self._say(with_pictures({"role": "user", "content": text}, pictures))
 
     def _say(self, message: dict[str, Any]) -> None:
         try:

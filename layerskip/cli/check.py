@@ -12,7 +12,7 @@ import typer
 from layerskip.cli import flags
 from layerskip.cli.check_exits import show_exits
 from layerskip.cli.flags import flag, switch, warn_idle
-from layerskip.cli.inputs import check_folder, read_given, shipped_prompts, spoken
+from layerskip.cli.inputs import as_chats, check_folder, read_given, shipped_prompts
 from layerskip.cli.opening import open_checked_drafts
 from layerskip.cli.terminal import Talk, differences, to_json, two_columns, verdict, wrap
 from layerskip.texts.tokens import plural
@@ -54,7 +54,7 @@ def check(
     """
     if len(draft.given()) > 1:
         raise ValueError("check takes one --skip or --exit-layer; run it once for each")
-    chosen = spoken(shipped_prompts(2) if prompts is None else read_given(prompts), chat)
+    chosen = as_chats(shipped_prompts(2) if prompts is None else read_given(prompts), chat)
     talk = Talk(quiet)
     if exits:
         warn_idle(draft.idle, "with --exits, which tries every exit")

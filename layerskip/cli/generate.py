@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from layerskip.cli import flags, terminal
 from layerskip.cli.flags import flag, switch
-from layerskip.cli.inputs import read_given, read_pictures, spoken
+from layerskip.cli.inputs import as_chats, read_given, read_pictures
 from layerskip.cli.opening import open_decoding
 from layerskip.files.reading import errors_of
 from layerskip.texts.prompts import Prompt
@@ -51,8 +51,8 @@ def generate(
     """
     began = time.perf_counter()
     pictures = read_pictures(image)
-    chosen = spoken(_given_prompts(prompt, prompts), chat, writing.system)
-    chosen = [each.showing(pictures) for each in chosen] if pictures else chosen
+    chosen = as_chats(_given_prompts(prompt, prompts), chat, writing.system)
+    chosen = [each.with_pictures(pictures) for each in chosen] if pictures else chosen
     talk = terminal.Talk(quiet)
     writing = writing.checked(talk, seed)
     if writing.do_sample and seed is None:

@@ -77,7 +77,7 @@ def read_pictures(paths: Sequence[Path] | None) -> list[Any]:
     return pictures
 
 
-def spoken(prompts: Sequence[Prompt], chat: bool, system: str | None = None) -> list[Prompt]:
+def as_chats(prompts: Sequence[Prompt], chat: bool, system: str | None = None) -> list[Prompt]:
     """Mark the prompts for the chat template if --chat or a system message is given."""
     if system is not None:
         return [prompt.as_chat().with_system(system) for prompt in prompts]

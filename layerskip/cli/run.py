@@ -18,7 +18,7 @@ import typer
 
 from layerskip.cli import flags
 from layerskip.cli.flags import flag, switch, warn_idle
-from layerskip.cli.inputs import check_file, read_given, spoken
+from layerskip.cli.inputs import as_chats, check_file, read_given
 from layerskip.cli.opening import open_decoding
 from layerskip.cli.terminal import Talk
 from layerskip.config.shipped import model_folder
@@ -99,7 +99,7 @@ def run(
         raise ValueError(f"--output {output} is the file of prompts; give another file")
     talk = Talk(quiet or rank > 0)
     check_file(output, talk)
-    chosen = spoken(read_given(prompts, strict=True), chat, writing.system)
+    chosen = as_chats(read_given(prompts, strict=True), chat, writing.system)
     writing = writing.checked(talk)
 
     from layerskip.serving.prompt_files import answer_all, open_answers
@@ -168,7 +168,7 @@ class _Model:
         body = prompt.body or {}
         sampled = body.get("temperature", self.writing.do_sample) != 0
         seed = body.get("seed", self.limits.seed + number) if sampled else None
-        return f"{self._of_model}-{self._of_settings}-{_hash(prompt.asked, seed)}"
+        return f"{self._of_model}-{self._of_settings}-{_hash(prompt.content, seed)}"
 
     @cached_property
     def _of_model(self) -> str:

@@ -21,7 +21,7 @@ import typer
 
 from layerskip.cli import flags
 from layerskip.cli.flags import check_limit, flag, load_skips, switch, warn_idle
-from layerskip.cli.inputs import check_folder, given_prompts, in_turn, spoken
+from layerskip.cli.inputs import as_chats, check_folder, given_prompts, in_turn
 from layerskip.cli.opening import open_model, open_passes
 from layerskip.cli.terminal import Talk, aligned, ratio, same_texts, to_json, two_columns
 from layerskip.files.locking import LOCK, alone
@@ -127,7 +127,7 @@ def search(
         timeout = TIMEOUT
     started = time.monotonic()
     first = load_skips(skip, entry)
-    asked = spoken(given_prompts(prompts, loading.model), chat)
+    asked = as_chats(given_prompts(prompts, loading.model), chat)
     chosen, held_out = split_prompts(asked, timed=not no_confirm)
     check_folder(output)
     command.with_resource(alone(output / LOCK, output))  # until the command ends

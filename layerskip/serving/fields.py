@@ -148,7 +148,7 @@ class Message(Fields):
         """The addresses of its pictures."""
         return [part.address for part in self.parts if part.address is not None]
 
-    def spoken(self) -> dict[str, Any]:
+    def for_template(self) -> dict[str, Any]:
         """The message for chat templates: text, or parts if it has pictures."""
         parts = [
             {"type": "text", "text": part.text} if part.address is None else {"type": "image"}

@@ -86,17 +86,17 @@ def _templated(
     tokenizer = served.tokenizer
     if not tokenizer.chat_template:
         raise Refusal(400, "this model has no chat template; use /v1/completions", param="messages")
-    spoken = [message.spoken() for message in messages]
+    conversation = [message.for_template() for message in messages]
     characters = sum(len(part.text) for each in messages for part in each.parts)
     _check_length(characters, "messages", served)
     if addresses := [place for each in messages for place in each.pictures]:
         with refusing("messages"):
             _ = served.loaded.processor  # raises for a model without vision
-            seen = served.loaded.encode_pictures(spoken, pictures_in(addresses), **also)
+            seen = served.loaded.encode_pictures(conversation, pictures_in(addresses), **also)
         return seen["input_ids"][0].tolist(), seen
     try:
         ids: list[int] = tokenizer.apply_chat_template(
-            spoken, **{"add_generation_prompt": True, **also, "return_dict": True}
+            conversation, **{"add_generation_prompt": True, **also, "return_dict": True}
         )["input_ids"]
     except Exception as error:  # templates raise errors of any kind
         message = f"the model's chat template rejects this conversation: {error}"

@@ -59,7 +59,7 @@ def pictures_in(addresses: Sequence[str]) -> list[Any]:
     return pictures
 
 
-def showing(message: Message, pictures: Sequence[Any]) -> dict[str, Any]:
+def with_pictures(message: Message, pictures: Sequence[Any]) -> dict[str, Any]:
     """Put the pictures, if any, in front of the text of a message."""
     parts = [{"type": "image", "image": picture} for picture in pictures]
     return {**message, "content": [*parts, *parts_of(message)] if parts else message["content"]}
@@ -71,7 +71,7 @@ def parts_of(message: Message) -> Sequence[Mapping[str, Any]]:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
-def pictures_shown(messages: Sequence[Message]) -> list[Any]:
+def pictures_of_messages(messages: Sequence[Message]) -> list[Any]:
     """The pictures in the messages."""
     return [part["image"] for each in messages for part in parts_of(each) if "image" in part]
 

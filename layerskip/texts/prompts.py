@@ -12,7 +12,7 @@ from typing import Any
 from layerskip.files import schema
 from layerskip.files.reading import errors_of, read_text
 from layerskip.files.schema import anything, has, integer, items, mapping, name_text, optional
-from layerskip.texts.pictures import showing
+from layerskip.texts.pictures import with_pictures
 
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 
@@ -34,12 +34,12 @@ class Prompt:
     """The body of a line in OpenAI's batch format, including the text or the messages."""
 
     @property
-    def asked(self) -> dict[str, Any]:
+    def content(self) -> dict[str, Any]:
         """Everything on which an answer may depend."""
         names = ("text", "messages", "response_format", "body")
-        asked = {name: getattr(self, name) for name in names}
+        content = {name: getattr(self, name) for name in names}
         limit = self.max_new_tokens  # left out without one, as in the fingerprints of older rows
-        return asked if limit is None else asked | {"max_new_tokens": limit}
+        return content if limit is None else content | {"max_new_tokens": limit}
 
     def as_chat(self) -> Prompt:
         """Convert to a chat prompt: text becomes a user message; messages are unchanged."""
@@ -47,10 +47,10 @@ class Prompt:
             return self
         return replace(self, text=None, messages=({"role": "user", "content": self.text},))
 
-    def showing(self, pictures: Sequence[Any]) -> Prompt:
+    def with_pictures(self, pictures: Sequence[Any]) -> Prompt:
         """Return the chat with PIL images in front of its last message."""
         *before, last = self.as_chat().messages or ()
-        return replace(self, text=None, messages=(*before, showing(last, pictures)))
+        return replace(self, text=None, messages=(*before, with_pictures(last, pictures)))
 
     def with_system(self, text: str) -> Prompt:
         """Return the chat with a system message in front, unless it already has one."""

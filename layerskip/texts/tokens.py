@@ -8,14 +8,14 @@ from collections.abc import Set as AbstractSet
 from functools import lru_cache
 from typing import Any
 
-NONE: AbstractSet[int] = frozenset()
+NO_TOKENS: AbstractSet[int] = frozenset()
 _PRINTED = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _BYTES = {chr(byte): byte for byte in _PRINTED}
 _BYTES |= {chr(256 + n): byte for n, byte in enumerate(b for b in range(256) if b not in _PRINTED)}
 """How byte-level vocabularies spell each byte."""
 
 
-def decode_text(tokenizer: Any, tokens: Sequence[int], keep: AbstractSet[int] = NONE) -> str:
+def decode_text(tokenizer: Any, tokens: Sequence[int], keep: AbstractSet[int] = NO_TOKENS) -> str:
     """Decode tokens to text without special tokens.
 
     Args:
@@ -73,7 +73,7 @@ class Detokenizer:
         keep: as for `decode_text`.
     """
 
-    def __init__(self, tokenizer: Any, keep: AbstractSet[int] = NONE) -> None:
+    def __init__(self, tokenizer: Any, keep: AbstractSet[int] = NO_TOKENS) -> None:
         self._tokenizer, self._keep = tokenizer, keep
         self._tokens: list[int] = []  # from the last complete characters on
         self._returned = 0  # number of these tokens whose text has been returned
