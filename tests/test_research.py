@@ -6,6 +6,7 @@ from typing import get_args
 import pytest
 
 from layerskip.config import registry
+from layerskip.training.students import RATES
 
 PACKAGE = Path(registry.__file__).parents[1]
 REGISTRY = Path(registry.__file__)
@@ -16,7 +17,7 @@ CORE = {path for room in ROOMS for path in room.rglob("*.py")} - {*NAMES, *RESEA
 WORDS = {
     "losses": '"kl" "tvd++" TVD tvd_plus',
     "trees": "GrownTrees TreeGain LaterAcceptance see_rank",
-    "blocks": "ExitBlock Streams ExitStudent StreamsState",
+    "blocks": "ExitBlock Streams ExitState StreamsState",
     "stored logits": "LogitLookup logit_lookup",
 }
 
@@ -43,4 +44,4 @@ def test_every_name_stands_for_something():
         assert all(callable(registry.named(role, name)) for name in names)
     assert registry.PLACES["controller"].keys() >= set(registry.CONTROLLERS)
     assert tuple(registry.PLACES["loss"]) == get_args(registry.LossName)
-    assert tuple(registry.PLACES["student"]) == get_args(registry.StudentName)
+    assert tuple(RATES) == get_args(registry.StudentName)

@@ -35,7 +35,7 @@ ALONE = ("heads", "streams")
 """Modules that draft without any of the model's sublayers."""
 StudentName = Literal["exit-block", "heads", "streams", "assistant", "eagle3"]
 
-Role = Literal["controller", "source", "loss", "student", "module", "state"]
+Role = Literal["controller", "source", "loss", "module", "state"]
 PLACES: dict[Role, dict[str, str]] = {
     "controller": {
         "fixed": "decoding.controllers:Fixed",
@@ -47,16 +47,9 @@ PLACES: dict[Role, dict[str, str]] = {
     "source": {"logit-lookup": "research.logit_lookup:LogitLookup"},
     "loss": {
         "lk": "training.losses:lk",
-        "kl": "research.block_students:kl",
-        "tvd++": "research.block_students:tvd_plus",
+        "kl": "research.published_losses:kl",
+        "tvd++": "research.published_losses:tvd_plus",
         "ce": "training.losses:ce",
-    },
-    "student": {
-        "exit-block": "research.block_students:ExitStudent",
-        "heads": "training.students:Student",
-        "streams": "training.students:Student",
-        "assistant": "training.students:Further",
-        "eagle3": "training.students:Further",
     },
     "module": {
         "exit-block": "research.blocks:ExitBlock",

@@ -27,7 +27,7 @@ from layerskip.training import data, features, processes
 from layerskip.training.loop import train, windows_of
 from layerskip.training.losses import LossInputs, Step, distance, overlaps
 from layerskip.training.stages import BaseRecipe, Stages
-from layerskip.training.students import Student
+from layerskip.training.students import RATES, Student, follows_exit, skip_for
 from layerskip.weights.fingerprint import fingerprint
 from layerskip.weights.stored import unpacked_copy
 
@@ -52,7 +52,7 @@ class Recipe(BaseRecipe):
 
     Attributes:
         kind: a name of `layerskip.config.registry`.
-        skip: the parts of the model that the draft runs; by default the student's `skip_for`.
+        skip: the parts of the model that the draft runs; by default as `skip_for` says.
         tokens: number of training tokens over all passes; None: as many as `minutes` allow.
         vocabulary: how many of the target's most frequent tokens the loss covers.
         rate: by default the kind's own.
@@ -101,14 +101,13 @@ class Training(Stages):
     def __init__(
         self, opened: Sublayers, corpus: data.Corpus, recipe: Recipe, folder: Path, **reporting: Any
     ) -> None:
-        self.student: type[Student] = named("student", recipe.kind)
-        chosen = self.student.skip_for(recipe.kind, recipe.skip, opened.num_layers)
+        chosen = skip_for(recipe.kind, recipe.skip, opened.num_layers)
         self.skip = replace(
             chosen, model=None, model_hash=None, decoding=None, costs=None, notes=None
         )
-        rate = self.student.rate if recipe.rate is None else recipe.rate
+        rate = RATES[recipe.kind] if recipe.rate is None else recipe.rate
         self.recipe = replace(recipe, skip=self.skip, rate=rate)
-        self.tap = self.skip.shared_prefix() if self.student.tapped else None
+        self.tap = self.skip.shared_prefix() if follows_exit(recipe.kind) else None
         self.opened, self.corpus = opened, corpus
         stages = ("texts", "features", "training")
         super().__init__(folder, self._identity(), stages, opened.device, **reporting)
@@ -128,7 +127,7 @@ class Training(Stages):
         ids = ids[: features.CHUNK * len(files)]  # others were left out for lack of time
         recipe, frequent = self.recipe, self._frequent(texts)
         inputs = LossInputs(self.opened, frequent)
-        student = self.student(self.opened, recipe.kind)
+        student = Student(self.opened, recipe.kind)
         whole = 60 * (recipe.minutes or 0.0)
         judging = max(FOR_JUDGING * whole, min(LEAST_JUDGING, whole / 3))
         self._train(student, ids, lambda some: self._steps(student, inputs, ids, some), judging)

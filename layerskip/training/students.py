@@ -8,40 +8,50 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from layerskip.config.registry import named
+from layerskip.config.registry import TRAINED, named
 from layerskip.config.skips import SkipConfig
 from layerskip.model.sublayers import Sublayers
 from layerskip.training.losses import DraftStates, TrainingBatch
 
+RATES = {"exit-block": 3e-3, "heads": 5e-3, "streams": 5e-3, "assistant": 1e-3, "eagle3": 1e-3}
+"""Learning rates by kind. On demo-gemma2, modules reach in 150,000 tokens what took 240,000 to
+470,000 at a fifth or a tenth of it."""
 
-class Student(nn.Module):
-    """A draft's module in training, with weights in float32; it predicts all tokens in one pass.
 
-    Args:
-        kind: of draft; `config.registry` names the class of its module.
+def follows_exit(kind: str) -> bool:
+    """Whether a draft of a kind follows an early exit, and reads the target's states there."""
+    return kind in TRAINED and bool(named("module", kind).behind_exit)
 
-    Attributes:
-        rate: learning rate. On demo-gemma2, modules reach in 150,000 tokens what took 240,000 to
-            470,000 at a fifth or a tenth of it.
-        tapped: whether it also reads the target's states after an exit.
+
+def skip_for(kind: str, skip: SkipConfig | None, num_layers: int) -> SkipConfig:
+    """The resolved skip config of a draft of a kind; for None the usual one: without any layers, or
+    with a quarter of them before an exit.
+
+    Raises:
+        ValueError: the skip config does not suit this kind.
     """
-
-    rate = 5e-3
-    tapped = False
-
-    @classmethod
-    def skip_for(cls, kind: str, skip: SkipConfig | None, num_layers: int) -> SkipConfig:
-        """The resolved skip config of a draft of this kind; the usual one for None.
-
-        Raises:
-            ValueError: the skip config does not suit this kind.
-        """
+    if not follows_exit(kind):
         resolved = (skip or SkipConfig()).resolve(num_layers)
         if resolved.shared_prefix() < 2 * num_layers:
             raise ValueError(
-                f"a draft of kind {kind} runs none of the model's layers; leave skip out"
+                f"a draft of kind {kind} runs none of the model's layers; name no skip"
             )
         return resolved
+    resolved = (skip or SkipConfig.early_exit(max(1, round(num_layers / 4)))).resolve(num_layers)
+    if not len(resolved.kept()) == resolved.shared_prefix() < 2 * num_layers:
+        raise ValueError(
+            "an exit block follows an early exit: name an exit_layer, and leave out or round "
+            "nothing before it"
+        )
+    return resolved
+
+
+class Student(nn.Module):
+    """A draft's module in training, with weights in float32.
+
+    Args:
+        kind: of draft; `config.registry` names the class of its module.
+    """
 
     def __init__(self, model: Sublayers, kind: str) -> None:
         super().__init__()
@@ -49,7 +59,9 @@ class Student(nn.Module):
         self.embed = model.embed
 
     def forward(self, batch: TrainingBatch) -> DraftStates:
-        """The states of the draft's steps on windows."""
+        """The states of the draft's steps on windows: one step after an exit, or all in a pass."""
+        if self.block.behind_exit:
+            return [(self.block(batch.tapped), 0)]
         before = F.pad(batch.states[:, :-1], (0, 0, 1, 0))  # (B, T, H) of the token before each
         made = self.block(before, self.embed(batch.ids).float())  # (B, T, K, H)
         count = made.shape[1]
@@ -58,9 +70,3 @@ class Student(nn.Module):
     def weights(self) -> dict[str, Tensor]:
         """The tensors for the draft's file."""
         return {name: weight.half() for name, weight in self.block.state_dict().items()}
-
-
-class Further(Student):
-    """The settings of official drafters, which `AssistantTraining` and `EagleTraining` train."""
-
-    rate = 1e-3
