@@ -167,7 +167,7 @@ def test_a_killed_training_gives_the_same_weights(kills, tmp_path, texts, monkey
 
 def test_weights_that_do_not_change_are_worth_the_same_after_training(tmp_path, texts, monkeypatch):
     """Also in bfloat16: weights are rounded to it, rotary frequencies are not."""
-    monkeypatch.setattr(stages, "half_is_fast", lambda _: False)
+    monkeypatch.setattr(stages, "bfloat16_is_fast", lambda _: False)
     lively_model("llama", dtype=torch.float32).save_pretrained(tmp_path / "start")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "start", dtype=torch.bfloat16)
     record = training(tmp_path / "out", texts, model=model, rate=0.0, steps=1).run()
@@ -215,7 +215,7 @@ import test_exits
 from layerskip.training import exit_training, loop, processes, stages
 exit_training.clock = lambda *_, **__: test_exits.FASTER
 loop.SAVE_SECONDS = 0.0
-stages.half_is_fast = lambda _: False
+stages.bfloat16_is_fast = lambda _: False
 with processes.process_group():
     try:
         test_exits.training(Path(sys.argv[2]), Path(sys.argv[3]), stop=sys.argv[4]).run()
@@ -227,7 +227,7 @@ with processes.process_group():
 @pytest.mark.thorough
 def test_two_processes_share_the_weights_and_train_what_one_does(tmp_path, texts, monkeypatch):
     """They are killed once and continue. In float32, only rounding differs from one process."""
-    monkeypatch.setattr(stages, "half_is_fast", lambda _: False)
+    monkeypatch.setattr(stages, "bfloat16_is_fast", lambda _: False)
     script = tmp_path / "other.py"
     script.write_text(THE_OTHER)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)]

@@ -124,7 +124,7 @@ def small(monkeypatch):
     """Few texts, and a judge that ends the command."""
     monkeypatch.setattr(data, "BATCH", 8)
     monkeypatch.setattr(features, "CHUNK", 4)
-    monkeypatch.setattr(stages, "half_is_fast", lambda device: False)
+    monkeypatch.setattr(stages, "bfloat16_is_fast", lambda device: False)
 
     def judge(*_, **__):
         raise ValueError("trained")

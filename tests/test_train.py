@@ -186,7 +186,7 @@ from layerskip.training import data, features, stages
 import test_train
 test_train.small()
 data.BATCH, data.LONGEST_ANSWER, features.CHUNK = 4, 20, 8
-stages.half_is_fast = lambda _: False
+stages.bfloat16_is_fast = lambda _: False
 test_train.together(Path(sys.argv[1]))
 """
 LARGE = {"tokens": 160, "rows": 4, "rate": 0.1}  # large enough to be seen in float16
@@ -212,7 +212,7 @@ def apart(*folders):
 @pytest.mark.thorough
 def test_two_processes_train_what_one_does(tmp_path, monkeypatch):
     """Up to rounding; the negative control trains on half of the rows."""
-    monkeypatch.setattr("layerskip.training.stages.half_is_fast", lambda _: False)
+    monkeypatch.setattr("layerskip.training.stages.bfloat16_is_fast", lambda _: False)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -493,7 +493,7 @@ def started(tmp_path):
 
 @pytest.mark.thorough
 def test_an_assistant_is_trained_further_and_goes_on_after_kills(tmp_path, started, monkeypatch):
-    record = new_assistant_training(tmp_path / "whole", started, rate=5e-3).further()
+    record = new_assistant_training(tmp_path / "whole", started, rate=5e-3).run_all()
     before, after = record["overlap"]["before"], record["overlap"]["after"]
     assert len(before) == len(after) == assistant_training.AHEAD
     assert all(new > old for old, new in zip(before, after, strict=True))
@@ -503,17 +503,17 @@ def test_an_assistant_is_trained_further_and_goes_on_after_kills(tmp_path, start
 
     cut = tmp_path / "cut"
     with pytest.raises(Stopped):
-        new_assistant_training(cut, started, rate=5e-3, progress=stop_at("training", 0.5)).further()
+        new_assistant_training(cut, started, rate=5e-3, progress=stop_at("training", 0.5)).run_all()
     assert not (cut / "assistant").exists()
     with monkeypatch.context() as full_disk:
         full_disk.setattr(AssistantTraining, "save", lambda *_: stop_at("", 0)("", 0))
         with pytest.raises(Stopped):
-            new_assistant_training(cut, started, rate=5e-3).further()
-    again = new_assistant_training(cut, started, rate=5e-3).further()
+            new_assistant_training(cut, started, rate=5e-3).run_all()
+    again = new_assistant_training(cut, started, rate=5e-3).run_all()
     assert again | {"seconds": 0} == record | {"seconds": 0}
     assert not list(cut.glob(".*"))
     # it was finished, so nothing is repeated
-    assert new_assistant_training(cut, started, rate=5e-3).further() == again
+    assert new_assistant_training(cut, started, rate=5e-3).run_all() == again
 
 
 def test_an_assistant_of_another_model_is_refused(tmp_path, started):

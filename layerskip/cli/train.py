@@ -188,7 +188,7 @@ def train(
     if texts is not None:
         asked = [Prompt(id=str(n), text=each) for n, each in enumerate(documents(texts), 1)]
     with _together(output):
-        talk = Talk(quiet or not processes.first())
+        talk = Talk(quiet or not processes.is_first())
         loaded = open_model(loading, talk)
         together = processes.count()
         settings = Recipe(
@@ -218,15 +218,15 @@ def train(
                     raise ValueError(f"--start must name a head or an assistant, got {start}")
                 place = None if official is None else str(official.folder or start)
                 training_of = EagleTraining if draft == "eagle3" else AssistantTraining
-                record = training_of(place, opened, corpus, settings, output, **reporting).further()
+                record = training_of(place, opened, corpus, settings, output, **reporting).run_all()
             else:
                 training = Training(opened, corpus, settings, output, **reporting)
                 record = training.finished(RECORD, check_record) or {}
                 if not record:
                     made = training.run()
-                    if processes.first():
+                    if processes.is_first():
                         record = judge(training, made, loaded.skip_config())
-        if not processes.first():
+        if not processes.is_first():
             return
     command = f"generate {loaded.name} --prompt TEXT"
     if draft in ("assistant", "eagle3"):
@@ -250,7 +250,7 @@ def _together(output: Path) -> Iterator[None]:
 
     with (
         processes.process_group(),
-        alone(output / LOCK, output) if processes.first() else nullcontext(),
+        alone(output / LOCK, output) if processes.is_first() else nullcontext(),
     ):
         yield
 
@@ -306,7 +306,7 @@ def train_exits(
 
     recipe = ExitRecipe(**settings)
     with _together(output), cpu_threads(loading.threads):
-        talk = Talk(quiet or not processes.first())
+        talk = Talk(quiet or not processes.is_first())
         loaded = open_model(loading, talk)
         model, tokenizer, corpus = loaded.model, loaded.tokenizer, None
         if random:
@@ -317,7 +317,7 @@ def train_exits(
             )
         reporting = _reporting(talk, started)
         record = ExitTraining(model, tokenizer, corpus, texts, recipe, output, **reporting).run()
-        if not processes.first():
+        if not processes.is_first():
             return
     _show(talk, _exits(record), f"benchmark {output} --prompts FILE", record, as_json)
 

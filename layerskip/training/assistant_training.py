@@ -147,7 +147,7 @@ class AssistantTraining(Training):
     def _identity(self) -> dict[str, Any]:
         return super()._identity() | {"start": self.start}
 
-    def further(self) -> dict[str, Any]:
+    def run_all(self) -> dict[str, Any]:
         """Run all stages; only the first process returns the record as long as it is new."""
         if done := self.finished(f"{self.kind}.json"):
             return done
@@ -157,7 +157,7 @@ class AssistantTraining(Training):
         dtype, assistant = assistant.dtype, assistant.float()
         # Measuring the last point of the curve takes no longer than a few steps.
         self._train(assistant, ids, lambda some: self.steps_on(assistant, ids[some]), judging=0.0)
-        if not processes.first():
+        if not processes.is_first():
             return {}
         self.save(assistant.to(dtype), self.folder / self.kind)
         record = {

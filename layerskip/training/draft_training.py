@@ -122,7 +122,7 @@ class Training(Stages):
     def run(self) -> SkipConfig:
         """Run all stages; returns the trained draft's skip config, also kept in the folder."""
         ids, texts = self._windows()
-        processes.once(lambda: self._make_features(ids))
+        processes.on_first(lambda: self._make_features(ids))
         files = [*(self.work / "features").glob("*.safetensors")]
         ids = ids[: features.CHUNK * len(files)]  # others were left out for lack of time
         recipe, frequent = self.recipe, self._frequent(texts)
@@ -132,12 +132,12 @@ class Training(Stages):
         judging = max(FOR_JUDGING * whole, min(LEAST_JUDGING, whole / 3))
         self._train(student, ids, lambda some: self._steps(student, inputs, ids, some), judging)
         self.facts["parameters"] = sum(each.numel() for each in student.parameters())
-        processes.once(lambda: self._write(student, frequent))
+        processes.on_first(lambda: self._write(student, frequent))
         return SkipConfig.load(self.folder / TRAINED_FILE)
 
     def _windows(self) -> tuple[Tensor, list[data.TrainingText]]:
         """The texts, made if missing, and their windows (N, T)."""
-        processes.once(self._make_texts)
+        processes.on_first(self._make_texts)
         texts, recipe = data.all_texts(self.work / "texts"), self.recipe
         ids = features.windows([text.ids for text in texts], recipe.window)
         if recipe.tokens is not None and not self.corpus.answers:  # texts may be of any length
@@ -157,14 +157,14 @@ class Training(Stages):
         left = self.until - time.monotonic() + self.seconds["texts"]
         limit = FOR_TEXTS * max(1.0, left)
         if recipe.minutes is not None and self.corpus.answers:
-            self._foresee(limit)
-        self._need(0 if recipe.tokens is None else 8 * recipe.tokens, "texts")
+            self._estimate(limit)
+        self._check_space(0 if recipe.tokens is None else 8 * recipe.tokens, "texts")
         if self.half and self.corpus.answers:  # faster, and close to the model's law
             self.corpus.drawn_by = unpacked_copy(self.opened.model).bfloat16()
         self.collect(self.corpus, enough, limit)
         self.corpus.drawn_by = self.opened.model
 
-    def _foresee(self, seconds: float) -> None:
+    def _estimate(self, seconds: float) -> None:
         """Estimate how many tokens the model can answer in the time for texts, and say so."""
         ids = torch.ones(1, data.BATCH, dtype=torch.long)
         with torch.no_grad():
@@ -181,7 +181,7 @@ class Training(Stages):
     def _make_features(self, ids: Tensor) -> None:
         folder, tokens = self.work / "features", ids.numel()
         there = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-        self._need(features.nbytes(self.opened, tokens, self.tap) - there, "features")
+        self._check_space(features.nbytes(self.opened, tokens, self.tap) - there, "features")
         limit, read = FOR_FEATURES * 60 * (self.recipe.minutes or math.inf), 0
         made = features.compute(
             self.opened, ids, folder, tap=self.tap, more=lambda: self.seconds["features"] < limit
@@ -192,7 +192,7 @@ class Training(Stages):
         if read < tokens:
             self.say(f"the first {read:,} of {tokens:,} tokens are used: there is no time for more")
 
-    def _need(self, nbytes: int, what: str) -> None:
+    def _check_space(self, nbytes: int, what: str) -> None:
         free = shutil.disk_usage(self.work).free
         if nbytes > free:
             raise ValueError(

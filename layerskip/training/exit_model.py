@@ -96,7 +96,7 @@ class ExitModel(nn.Module):
         """
         known, decoder = self.known, self.known.decoder
         states: dict[int, Tensor] = {}
-        with self._watched(states, exits, kept):
+        with self._recording(states, exits, kept):
             final = decoder(input_ids=ids, use_cache=False).last_hidden_state  # (B, T, H), normed
         logits = {}
         for each in exits:
@@ -106,7 +106,7 @@ class ExitModel(nn.Module):
         return logits
 
     @contextmanager
-    def _watched(
+    def _recording(
         self, states: dict[int, Tensor], exits: Sequence[int], kept: Tensor | None
     ) -> Iterator[None]:
         """A context in which layers are dropped as `kept` says, and states at exits recorded."""

@@ -174,7 +174,7 @@ class ExitTraining(Stages):
         if done := self.finished(RECORD, check_exit_record):
             return done
         recipe = self.recipe
-        processes.once(self._make_texts)
+        processes.on_first(self._make_texts)
         files = (self.work / token_files.TRAIN, self.work / token_files.APART)
         tokens, apart = map(token_files.length_of, files)
         if min(tokens // recipe.rows, apart) <= recipe.window:
@@ -229,13 +229,13 @@ class ExitTraining(Stages):
             self.progress(f"judging exits {name} training", 0.0)
             exits, at = judged_exits(self.recipe.exits, self.layers), self.recipe.temperature
             with self.precision():
-                made = (exit_table(self.module, some, exits, at) for some in self._apart())
+                made = (exit_table(self.module, some, exits, at) for some in self._held_batches())
                 rows = [*self.timed("judging", made)][-1]
-            processes.once(lambda: write_text(path, json.dumps(rows)))
+            processes.on_first(lambda: write_text(path, json.dumps(rows)))
         table: list[dict[str, float]] = parse(path.read_bytes())
         return table
 
-    def _apart(self) -> Iterator[Tensor]:
+    def _held_batches(self) -> Iterator[Tensor]:
         """The held-out windows, (N, T + 1), preceded by the first alone if N is not known yet.
 
         N is limited by a share of the minutes, and is the same after training.
@@ -246,7 +246,7 @@ class ExitTraining(Stages):
             yield windows[:1]
             limit = FOR_JUDGING * 60 * (self.recipe.minutes or math.inf)
             count = int(max(1, min(len(windows), limit / (time.monotonic() - began))))
-            processes.once(lambda: write_text(path, json.dumps(count)))
+            processes.on_first(lambda: write_text(path, json.dumps(count)))
         yield windows[: parse(path.read_bytes())]
 
     def _held_out(self, length: int, most: int) -> Tensor:
@@ -292,13 +292,13 @@ class ExitTraining(Stages):
 
         a_step = recipe.rows * recipe.window
         if recipe.minutes is not None:
-            self._foresee(step_loss, a_step, text_tokens)
+            self._estimate(step_loss, a_step, text_tokens)
         total, judging = recipe.steps or 1 << 40, 1.5 * self.seconds["judging"]
         steps = train(self, self.module, step_loss, total, judging)
         for _, loss, _ in self.timed("training", steps):
             self.curve.append(loss)
 
-    def _foresee(self, step_loss: StepLoss, a_step: int, text_tokens: int) -> None:
+    def _estimate(self, step_loss: StepLoss, a_step: int, text_tokens: int) -> None:
         """Estimate what is possible in the minutes, after a step that is undone."""
         began = time.monotonic()
         torch.autograd.backward(step_loss(0, 0.0))
@@ -317,7 +317,7 @@ class ExitTraining(Stages):
                 weight.data = weight.to(self.dtype).float()
         after = self._judged("after")
         state = _whole_state(self.module)
-        if not processes.first():
+        if not processes.is_first():
             return {}
         recipe, base = self.recipe, self.model.name_or_path or None
         partial = self.folder / ".checkpoint.tmp"

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
 from layerskip.files.writing import replace_folder, replacing
-from layerskip.training.processes import agreed, average, average_gradients, first, once
+from layerskip.training.processes import average, average_gradients, from_first, is_first, on_first
 from layerskip.training.stages import Stages
 
 WARM_UP = 20
@@ -65,7 +65,7 @@ def train(
         step, log[:] = state["step"], state["log"]
     start = saved_at = time.monotonic()
     device = next(model.parameters()).device
-    share = agreed(max(step / total_steps, before / total_seconds), device)
+    share = from_first(max(step / total_steps, before / total_seconds), device)
     while share < 1:
         optimizer.param_groups[0]["lr"] = rate * schedule(step, share)
         loss = step_loss(step, share)
@@ -84,7 +84,7 @@ def train(
         optimizer.zero_grad()
         step += 1
         seconds = before + time.monotonic() - start
-        share = agreed(max(step / total_steps, seconds / total_seconds), device)
+        share = from_first(max(step / total_steps, seconds / total_seconds), device)
         yield step, found, share  # before saving, since the caller may log this step
         left = max(0.0, seconds / max(share, 1e-9) * (1 - share))
         stages.progress(
@@ -92,12 +92,12 @@ def train(
             f"{left / 60:.0f} min left",
             min(1.0, share),
         )
-        late = agreed(float(time.monotonic() - saved_at >= SAVE_SECONDS), device)
+        late = from_first(float(time.monotonic() - saved_at >= SAVE_SECONDS), device)
         if late or share >= 1:
             facts = {"step": step, "log": log}
             if shards:
                 _write_shards(model, optimizer, facts, stages.checkpoint)
-            elif first():
+            elif is_first():
                 _write_checkpoint(model, optimizer, facts, stages.checkpoint)
             saved_at = time.monotonic()
 
@@ -133,7 +133,7 @@ def _write_shards(model: nn.Module, optimizer: AdamW, facts: dict[str, Any], pat
     """Write each process's own part to a folder, which then replaces the old one."""
     partial = path.with_name(f"{path.name}.new")
     save(_shards_of(model, optimizer) | facts, checkpoint_id=partial)  # all have written it now
-    once(lambda: replace_folder(partial, path))
+    on_first(lambda: replace_folder(partial, path))
 
 
 def _read_shards(model: nn.Module, optimizer: AdamW, path: Path) -> dict[str, Any]:

@@ -52,20 +52,20 @@ def rank() -> int:
     return dist.get_rank() if _started() else 0
 
 
-def first() -> bool:
+def is_first() -> bool:
     """Whether this is the process that writes."""
     return rank() == 0
 
 
-def once(make: Callable[[], object]) -> None:
+def on_first(make: Callable[[], object]) -> None:
     """Let the first process do something, while the others wait."""
-    if first():
+    if is_first():
         make()
     if count() > 1:
         dist.barrier()
 
 
-def agreed(value: float, device: torch.device) -> float:
+def from_first(value: float, device: torch.device) -> float:
     """The first process's value."""
     if count() == 1:
         return value

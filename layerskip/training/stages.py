@@ -95,7 +95,7 @@ class Stages:
         started: float | None = None,
     ) -> None:
         started = time.monotonic() if started is None else started
-        self.device, self.half = device, half_is_fast(device)
+        self.device, self.half = device, bfloat16_is_fast(device)
         self.curve: list[Any] = []
         self.folder, self.work, self.progress, self.say = folder, folder / "work", progress, say
         self._check_same(identity)
@@ -108,7 +108,7 @@ class Stages:
             self.until = started + 60 * self.recipe.minutes - sum(self.seconds.values())
 
     def _check_same(self, identity: dict[str, Any]) -> None:
-        if not processes.first():
+        if not processes.is_first():
             return
         path, now = self.work / IDENTITY, json.loads(json.dumps(identity))
         if not path.exists():
@@ -159,7 +159,7 @@ class Stages:
             now = time.monotonic()
             self.seconds[stage] += now - before
             before = now
-            if processes.first():
+            if processes.is_first():
                 write_text(self._clock, json.dumps(self.seconds))
             yield part
 
@@ -183,7 +183,7 @@ class Stages:
         return max(1.0, left - judging)
 
 
-def half_is_fast(device: torch.device) -> bool:
+def bfloat16_is_fast(device: torch.device) -> bool:
     """Whether products in bfloat16 are faster than in float32 on a device."""
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported())
