@@ -13,7 +13,9 @@ from commands import run
 
 import layerskip
 import layerskip.files.environment as environment_module
-from layerskip.files.environment import environment, git_revision, render
+from layerskip.cli.env import render
+from layerskip.families.served_models import TABLE
+from layerskip.files.environment import environment, git_revision
 from layerskip.native import extension
 
 
@@ -50,6 +52,7 @@ def test_render_says_every_version_and_device():
         ],
         "git": {"revision": "0123abcd", "dirty": True},
         "native": "not built yet, AVX2",
+        "architectures": TABLE,
     }
     said = {tuple(line.split(maxsplit=1)) for line in render(found).splitlines()}
     assert said >= {

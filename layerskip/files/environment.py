@@ -6,8 +6,6 @@ import os
 import platform
 import shutil
 import subprocess
-import textwrap
-from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
 from importlib import metadata
@@ -60,46 +58,6 @@ def hardware(device: Any) -> str:
     import torch
 
     return torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_model()
-
-
-def render(facts: dict[str, Any]) -> str:
-    """Format the result of `environment()` as lines to read or to paste into an issue.
-
-    A `native` entry says whether native passes are built; an `architectures` entry is the table of
-    `layerskip.families.served_models`.
-    """
-    rows = [("layerskip", facts["layerskip"]), ("python", facts["python"])]
-    rows += [(name, version or "not installed") for name, version in facts["packages"].items()]
-    rows.append(("platform", facts["platform"]))
-    cpu = facts["cpu"]
-    threads = f"{cpu['threads']} torch thread{'s' if cpu['threads'] > 1 else ''}"
-    rows.append(("cpu", f"{cpu['model']}, {cpu['cores']} cores, {threads}, {cpu['instructions']}"))
-    rows.append(("compiler", facts["compiler"] or "none found"))
-    if "native" in facts:
-        rows.append(("native", facts["native"]))
-    for device in facts["devices"]:
-        memory = "" if device["memory"] is None else f", {device['memory'] / 2**30:.1f} GiB"
-        rows.append(("device", f"{device['type']}: {device['name']}{memory}"))
-    git = facts["git"]
-    if git is not None:
-        rows.append(("git", git["revision"] + (" with changes" if git["dirty"] else "")))
-    width = max(len(name) for name, _ in rows)
-    lines = [f"{name:<{width}}  {value}" for name, value in rows]
-    return "\n".join([*lines, *_architectures(facts.get("architectures"))])
-
-
-def _architectures(table: dict[str, Any] | None) -> Iterator[str]:
-    """Yield a paragraph for each support level and each refusal, wrapped to the terminal."""
-    if table is None:
-        return
-    yield f"\narchitectures of transformers {table['transformers']}, and what may draft:"
-    wide: dict[str, Any] = {"break_on_hyphens": False}
-    wide["width"] = shutil.get_terminal_size().columns
-    for how in dict.fromkeys([*table["drafts"], *table["served"].values()]):
-        drafts = table["drafts"].get(how)
-        yield from textwrap.wrap(how if drafts is None else f"{how}: {drafts}", **wide)
-        names = " ".join(kind for kind, level in table["served"].items() if level == how)
-        yield from textwrap.wrap(names, initial_indent="  ", subsequent_indent="  ", **wide)
 
 
 def git_revision(root: Path) -> dict[str, Any] | None:
