@@ -465,7 +465,7 @@ def test_every_key_has_a_type(tmp_path):
         (("trials", 3, "acceptance"), 1.5, "trials[3].acceptance must be in 0..1, got 1.5"),
         (("trials", 3, "draft_cost"), True, "trials[3].draft_cost must be a finite number"),
         (("trials", 3, "speedup"), 10**400, "trials[3].speedup must be a finite number"),
-        (("trials", 3, "state"), "running", "trials[3].state must be complete or failed"),
+        (("trials", 3, "state"), "running", "trials[3].state must be 'complete' or 'failed'"),
         (("trials", 3, "number"), 4, "trials must have different numbers"),
         (("trials", 3, "skipped", "mlp"), [12], "trials[3].skipped.mlp must hold layers in 0..11"),
         (("trials", 3, "low"), LOW | {"mlp": [12]}, "trials[3].low.mlp must hold layers in 0..11"),

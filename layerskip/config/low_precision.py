@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import MISSING, dataclass, replace
 from reprlib import repr as shown
-from typing import Literal
+from typing import Any, Literal
 
 from layerskip.config.registry import ALONE, REMOVED, TRAINED, TrainedKind
-from layerskip.files.schema import flag, index_set, integer, name_text
+from layerskip.files import schema
+from layerskip.files.schema import checked, index_set, integer, name_text, one_of
+
+
+def _bits(value: Any, name: str) -> int:
+    return int(one_of(8, 4)(integer()(value, name), name))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,24 +26,16 @@ class LowPrecision:
         TypeError, ValueError: a value has the wrong type or is out of range.
     """
 
-    bits: Literal[8, 4] = 8
+    bits: Literal[8, 4] = checked(_bits, 8)
     """Bits per weight: 8 with one scale per row, or 4 with one scale per 32 columns of a row."""
-    attention: tuple[int, ...] | None = None
-    mlp: tuple[int, ...] | None = None
-    head: bool | Literal[8, 4] = True
+    attention: tuple[int, ...] | None = checked(index_set)
+    mlp: tuple[int, ...] | None = checked(index_set)
+    head: bool | Literal[8, 4] = checked(schema.head_bits, True)
     """Whether the head is rounded: to the same bits as the rest (True), or to this many bits."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "bits", integer()(self.bits, "bits"))
-        if self.bits not in (8, 4):
-            raise ValueError(f"bits must be 8 or 4, got {self.bits}")
-        for name in ("attention", "mlp"):
-            value = getattr(self, name)
-            if value is not None:
-                object.__setattr__(self, name, index_set(value, name))
-        if isinstance(self.head, bool) or self.head not in (8, 4):
-            flag(self.head, "head")
-        elif self.head == self.bits:
+        schema.check_fields(self)
+        if self.head == self.bits:
             object.__setattr__(self, "head", True)
 
     @property
@@ -70,6 +67,18 @@ class LowPrecision:
         return f"{sublayers}{bits}, head {head}"
 
 
+def _kind(value: Any, name: str) -> str:
+    if value in REMOVED:
+        raise ValueError(f"{name} {shown(value)} was removed; {REMOVED[value]}")
+    return str(one_of(*TRAINED)(value, name))
+
+
+def _hash(value: Any, name: str) -> str:
+    if len(name_text(value, name)) != 64 or set(value) - set("0123456789abcdef"):
+        raise ValueError(f"{name} must be 64 hexadecimal digits, got {shown(value)}")
+    return str(value)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
     """Trained weights of a draft, and the model they belong to.
@@ -80,12 +89,12 @@ class Trained:
         TypeError, ValueError: a value has the wrong type or is out of range.
     """
 
-    kind: TrainedKind
-    weights: str = field(compare=False)
+    kind: TrainedKind = checked(_kind, MISSING)
+    weights: str = checked(name_text, MISSING, compare=False)
     """The safetensors file; in JSON, relative to the folder of the skip config's file."""
-    hash: str
+    hash: str = checked(_hash, MISSING)
     """SHA-256 of the file in 64 hexadecimal digits. It identifies the weights wherever they lie."""
-    base: str
+    base: str = checked(name_text, MISSING)
     """`fingerprint` of the model they were trained for; no other model can use them."""
 
     @property
@@ -102,11 +111,4 @@ class Trained:
         return self.words if low is None or low.head_bits is None else f"{self.words} {low.words()}"
 
     def __post_init__(self) -> None:
-        if self.kind in REMOVED:
-            raise ValueError(f"kind {shown(self.kind)} was removed; {REMOVED[self.kind]}")
-        if self.kind not in TRAINED:
-            raise ValueError(f"kind must be one of {', '.join(TRAINED)}, got {shown(self.kind)}")
-        for name in ("weights", "base"):
-            name_text(getattr(self, name), name)
-        if len(name_text(self.hash, "hash")) != 64 or set(self.hash) - set("0123456789abcdef"):
-            raise ValueError(f"hash must be 64 hexadecimal digits, got {shown(self.hash)}")
+        schema.check_fields(self)

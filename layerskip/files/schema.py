@@ -162,20 +162,11 @@ class Maybe:
         return None if value is None else self.check(value, name)
 
 
-def one_of(*allowed: str) -> Check:
+def one_of(*allowed: str | int) -> Check:
     def check(value: Any, name: str) -> Any:
         if value not in allowed:
             raise ValueError(f"{name} must be {' or '.join(map(repr, allowed))}, got {value!r}")
         return value
-
-    return check
-
-
-def word(expected: str) -> Check:
-    def check(value: Any, name: str) -> str:
-        if value != expected:
-            raise ValueError(f"{name} must be {expected!r}, got {shown(value)}")
-        return expected
 
     return check
 
@@ -268,12 +259,12 @@ def layer_sets(value: Any, name: str) -> None:
 def low_sets(value: Any, name: str) -> None:
     """The parts of a draft in low precision, in a file: explicit sets."""
     layer_sets(value, name)
-    has(bits=integer(1), head=_head)(value, name)
+    has(bits=integer(1), head=head_bits)(value, name)
 
 
-def _head(value: Any, name: str) -> None:
-    if isinstance(value, bool) or value not in (8, 4):
-        flag(value, name)
+def head_bits(value: Any, name: str) -> bool | int:
+    """Whether a draft's head is rounded like the rest, or to how many bits."""
+    return value if value in (8, 4) and not isinstance(value, bool) else flag(value, name)
 
 
 COUNT, POSITIVE, SECONDS, NUMBER = integer(), number(0, above=True), number(0), number()

@@ -30,9 +30,8 @@ def read_search(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 def _trial(value: Any, name: str) -> None:
     """A complete trial has all values; a failed one may have only its number."""
-    has(number=COUNT, state=text, low=Maybe(schema.low_sets))(value, name)
-    if value["state"] not in ("complete", "failed"):
-        raise ValueError(f"{name}.state must be complete or failed, got {shown(value['state'])}")
+    state = schema.one_of("complete", "failed")
+    has(number=COUNT, state=state, low=Maybe(schema.low_sets))(value, name)
     if value["state"] == "complete":
         _TRIAL(value, name)
     else:
@@ -90,7 +89,7 @@ _LAW = has(
     acceptance=optional(text),
 )
 _SEARCH = has(
-    kind=schema.word("search"),
+    kind=schema.one_of("search"),
     schema=schema.version(SCHEMA),
     created=text,
     argv=items(text),

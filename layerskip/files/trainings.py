@@ -61,7 +61,7 @@ _EXITS = items(
     has(exit=NUMBER, loss=NUMBER, agreement=SHARE, accepted=SHARE, overlap=SHARE), least=2
 )
 _EXIT_RECORD = has(
-    kind=schema.word("exits"),
+    kind=schema.one_of("exits"),
     schema=schema.version(EXITS_SCHEMA),
     recipe=has(exits=items(schema.integer(1), least=1), init=name_text, loss=name_text),
     base=name_text,
