@@ -8,18 +8,8 @@ from reprlib import repr as shown
 from typing import Any, Literal
 
 from layerskip.config.registry import ADAPTIVE
-from layerskip.files.schema import (
-    Check,
-    check_fields,
-    checked,
-    flag,
-    integer,
-    mapping,
-    name_text,
-    number,
-    one_of,
-    token_list,
-)
+from layerskip.files import schema
+from layerskip.files.schema import Check, checked, flag, integer, mapping, name_text, number
 
 
 def _option(check: Check, words: str, *named: str | None, **limits: Any) -> Any:
@@ -75,10 +65,10 @@ class DecodingOptions:
     enabled: bool | None = checked(flag)
     """False: decode plainly."""
     acceptance: Literal["coupled", "rejection"] | None = _option(
-        one_of("coupled", "rejection"),
+        schema.one_of("coupled", "rejection"),
         "Acceptance rule for drafts when sampling.  [default: coupled]",
     )
-    draft_vocabulary: tuple[int, ...] | None = checked(token_list, repr=False)
+    draft_vocabulary: tuple[int, ...] | None = checked(schema.token_list, repr=False)
     """The only tokens that drafts may use; a search lists the most frequent first. Drafts read no
     other rows of the head. The text does not depend on this set."""
     lookup: bool | None = _option(
@@ -99,4 +89,4 @@ class DecodingOptions:
     """Whether second-best tokens are also verified where they are expected to pay."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        schema.check_fields(self)

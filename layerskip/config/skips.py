@@ -25,17 +25,7 @@ from layerskip.config.low_precision import LowPrecision, Trained
 from layerskip.config.options import DecodingOptions
 from layerskip.files import schema
 from layerskip.files.reading import errors_of, read_file
-from layerskip.files.schema import (
-    check_fields,
-    checked,
-    has,
-    index_set,
-    instance,
-    integer,
-    mapping,
-    name_text,
-    version,
-)
+from layerskip.files.schema import checked, has, index_set, instance, integer, mapping, name_text
 from layerskip.files.writing import write_text
 
 __all__ = ["SCHEMA", "DecodingOptions", "LowPrecision", "SkipConfig", "Trained", "check_costs"]
@@ -99,7 +89,7 @@ class SkipConfig:
     """The measurements of a search; any JSON."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        schema.check_fields(self)
 
     @classmethod
     def early_exit(cls, exit_layer: int) -> SkipConfig:
@@ -286,7 +276,7 @@ class SkipConfig:
             TypeError, ValueError: the message says what is wrong, what is allowed and what was got.
         """
         values = dict(mapping(content, "a skip config"))
-        version(SCHEMA)(values.pop("schema", SCHEMA), "schema")
+        schema.version(SCHEMA)(values.pop("schema", SCHEMA), "schema")
         _check_keys("a skip config", values, cls)
         chosen = [f.name for f in fields(cls) if f.compare]
         if not values.keys() & {*chosen}:
@@ -297,9 +287,6 @@ class SkipConfig:
         for name, block in blocks.items():
             if values.get(name) is not None:
                 _check_keys(name, mapping(values[name], name), block)
-                has(**{f.name: schema.anything for f in fields(block) if f.default is MISSING})(
-                    values[name], name
-                )
                 values[name] = block(**values[name])
         return cls(**values)
 
@@ -356,3 +343,4 @@ def _check_keys(name: str, values: dict[str, Any], allowed: type) -> None:
         raise ValueError(
             f"{name} may have the keys {', '.join(names)}; got {', '.join(map(shown, unknown))}"
         )
+    has(**{f.name: schema.anything for f in fields(allowed) if f.default is MISSING})(values, name)
