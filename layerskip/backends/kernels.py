@@ -283,8 +283,8 @@ def attention(part: LayerParts) -> Attend | None:
     held = heads // groups  # K
     modules = _pairs(part.projections)
     usual = sum(len(weight) for weight, _ in modules) == (heads + 2 * held) * width
-    alike = len({bias is None for _, bias in modules}) == 1
-    if not usual or not alike or v_norm is not None or width > 256:
+    same_bias = len({bias is None for _, bias in modules}) == 1
+    if not usual or not same_bias or v_norm is not None or width > 256:
         return None
     if q_norm is not None and len(q_norm.weight) != width:  # one norm of all heads
         return None

@@ -122,8 +122,8 @@ class RowCache:
         self._trim(min(lowest, *starts))
         self._index.clear()
         self.branches = branches
-        alike = len({*starts}) == 1 and (not self.trimmed or len({*self.first_slots()}) == 1)
-        self.in_step = branches is None and alike
+        even = len({*starts}) == 1 and (not self.trimmed or len({*self.first_slots()}) == 1)
+        self.in_step = branches is None and even
         if not self.in_step:
             first = torch.tensor(starts)[:, None]  # (B, 1)
             self._index["cpu"] = first + torch.arange(count)  # (B, T)

@@ -75,9 +75,9 @@ def compared(records: Iterable[Mapping[str, Any]]) -> dict[str, int]:
     """
     texts = equal = ties = 0
     for record in records:
-        alike = record["equal"] or []
+        equal_rows = record["equal"] or []
         excused = {each["row"] for each in record["differences"] if each["near_tie"]}
         excused -= {each["row"] for each in record["differences"] if not each["near_tie"]}
-        texts, equal = texts + len(alike), equal + sum(alike)
-        ties += sum(not same and row in excused for row, same in enumerate(alike))
+        texts, equal = texts + len(equal_rows), equal + sum(equal_rows)
+        ties += sum(not same and row in excused for row, same in enumerate(equal_rows))
     return {"compared": texts, "equal": equal, "near_ties": ties, "faults": texts - equal - ties}

@@ -149,7 +149,7 @@ class Draws:
         self.ending = ending
 
     @property
-    def alike(self) -> object:
+    def group_key(self) -> object:
         """A value that is equal for draws whose rows one native call can draw together."""
         return self if self.native is None else (self.warp, self.greedy)
 

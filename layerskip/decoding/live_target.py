@@ -97,7 +97,7 @@ class LiveTarget:
             return [(next(iter(of_rows.values())), [*range(len(positions))])]
         for i, (row, _) in enumerate(positions):
             draws = of_rows[row]
-            groups.setdefault(draws.alike if native else draws, (draws, []))[1].append(i)
+            groups.setdefault(draws.group_key if native else draws, (draws, []))[1].append(i)
         return [*groups.values()]
 
     def _drawn(self, raw: Tensor, positions: Sequence[Position], ask: StepRequest) -> Drawn:
