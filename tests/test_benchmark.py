@@ -244,7 +244,7 @@ def test_steps_of_trees_are_counted_not_their_tokens(tmp_path):
     method = Engine(model, task, "self", skip, max_draft_length=8, branches=True)
     costs = CostTable(0.2, (1.0,) * 20)
     found = batches(6)
-    method.use(costs_key(1, found[0].context), costs)
+    method.prices[costs_key(1, found[0].context)] = costs
     records = recorded(model, task, [Engine(model, task), method], found)
     rounds = next(record for record in records if record["method"] == "self")["rounds"]
     assert [len(row[0]) for row in rounds["confidences"]] == rounds["steps"]
@@ -469,7 +469,7 @@ def test_prices_are_measured_once_and_used(model, monkeypatch):
     own = SkipConfig(exit_layer=3, costs={"draft": 0.5, "verify": [1.0, 2.0]})
     method = Engine(model, Task(4), "self", own)
     price(method, sizes[:1])
-    assert method.prices["1"]["draft"] == 0.2
+    assert method.prices["1"].draft == 0.2
     assert method.generate(sizes[0]).costs.draft == 0.5
 
 

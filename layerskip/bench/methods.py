@@ -96,9 +96,7 @@ class Engine:
         settings: settings of `LayerSkipDecoding`; sources that they do not name are not used,
             unless draft_memory=None asks for the default drafts.
         decoding: the settings, completed by those of the skip config.
-        costs: by `costs_key`, the controller's costs; measured at the first call if there is no
-            entry.
-        prices: the header's `costs`, with the same keys: the measured costs.
+        prices: by `costs_key`, the measured costs: the header's `costs`.
     """
 
     one_row = False
@@ -130,8 +128,7 @@ class Engine:
         self.settings |= plan.explicit  # calls choose nothing again
         self.skips = plan.skips
         self.skip = self.skips[0] if self.skips else None
-        self.costs: dict[str, CostTable] = {}
-        self.prices: dict[str, dict[str, Any]] = {}
+        self.prices: dict[str, CostTable] = {}
         self.kind = "self" if plan.sources else "plain"
 
     @property
@@ -166,19 +163,20 @@ class Engine:
             "threshold": decoding.threshold,
             **({"adaptive": decoding.adaptive} if decoding.adaptive else {}),
             **({"branches": True} if decoding.branches else {}),  # so that older runs can resume
-            "costs": self.prices,
+            "costs": {key: costs.to_dict() for key, costs in self.prices.items()},
         }
 
-    def use(self, key: str, costs: CostTable) -> None:
-        """Let the controller use these costs in batches with a key.
+    def costs(self, batch: PromptBatch) -> CostTable | None:
+        """The measured costs for the controller; None if it has others, or none yet.
 
         If the skip config has costs, the acceptance rule allows no measured costs, or several skip
-        configs have their own costs, they are used for predictions only.
+        configs have their own costs, the measured ones are used for predictions only.
         """
         brought = self.skip is not None and self.skip.costs is not None
         rejects = self.task.do_sample and self.task.acceptance == "rejection"
-        if not brought and not rejects and len(self.skips) < 2:
-            self.costs[key] = costs
+        if brought or rejects or len(self.skips) > 1:
+            return None
+        return self.prices.get(costs_key(batch.rows, batch.context))
 
     def decode(
         self, batch: PromptBatch, repeat: int, clock: Clock, max_new_tokens: int | None = None
@@ -200,7 +198,7 @@ class Engine:
             **{
                 **self.settings,
                 "seeds": [self.task.seed + number for number in batch.numbers],
-                "costs": self.costs.get(costs_key(batch.rows, batch.context)),
+                "costs": self.costs(batch),
                 "clock": clock,
                 **self.task.arguments(),
                 **settings,

@@ -267,9 +267,7 @@ class Suite:
     def _price(self, method: Engine) -> None:
         decided = self._entries.get(method.name, {}).get("costs")
         if decided:
-            method.prices = decided
-            for key, costs in decided.items():
-                method.use(key, CostTable.from_dict(costs))
+            method.prices = {key: CostTable.from_dict(each) for key, each in decided.items()}
             return
         self.progress(f"measuring the costs of drafting: {method.name}")
         price(method, self.batches)
@@ -327,5 +325,4 @@ def price(method: Engine, batches: Sequence[PromptBatch]) -> None:
         at = {"rows": alike[0].rows, "context": round(statistics.median(lengths))}
         costs = bare.prepare(method.model, **at, seconds=PRICE_SECONDS, **sampling)
         assert costs is not None
-        method.prices[key] = costs.to_dict()
-        method.use(key, costs)
+        method.prices[key] = costs
