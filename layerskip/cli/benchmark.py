@@ -107,7 +107,7 @@ def benchmark(
     if "self" not in kinds:
         idle: dict[str, Any] = {"draft_memory": sources.draft_memory}
         if "self-together" not in kinds:
-            idle |= {"skip": skip, "exit_layer": exit_layer, **sources.idle, "assistant": None}
+            idle |= {"skip": skip, "exit_layer": exit_layer, **sources.values(), "assistant": None}
         if "self-lookup" in kinds:
             idle["lookup_file"] = None
         warn_idle(idle, "without --method self")

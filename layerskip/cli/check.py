@@ -57,7 +57,7 @@ def check(
     chosen = as_chats(shipped_prompts(2) if prompts is None else read_given(prompts), chat)
     talk = Talk(quiet)
     if exits:
-        warn_idle(draft.idle, "with --exits, which tries every exit")
+        warn_idle(draft.values(), "with --exits, which tries every exit")
         if output is not None:
             check_folder(output)
         how: dict[str, Any] = {"output": output, "as_json": as_json, "chat": chat}

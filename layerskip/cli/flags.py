@@ -108,6 +108,10 @@ class Flags:
             if isinstance(value, OptionInfo):
                 object.__setattr__(self, each.name, value.default)
 
+    def values(self, group: type[Flags] | None = None) -> dict[str, Any]:
+        """The values of all flags, or of those of a group that this one contains, by name."""
+        return {each.name: getattr(self, each.name) for each in fields(group or self)}
+
 
 def _with_options(group: type[Flags]) -> type[Flags]:
     """Add a flag for every option of decoding that no other group has, with its type."""
@@ -203,11 +207,6 @@ class Sources(Flags):
     )
 
     @property
-    def idle(self) -> dict[str, Any]:
-        """The flags to pass to `warn_idle`."""
-        return {each.name: getattr(self, each.name) for each in fields(Sources)}
-
-    @property
     def memory(self) -> int | None:
         """--draft-memory in bytes."""
         return None if self.draft_memory is None else int(self.draft_memory * 1e9)
@@ -252,7 +251,7 @@ class Pace(Flags):
         Raises:
             ValueError: --adaptive is not a list of numbers by name, or a number is out of range.
         """
-        values = {name: getattr(self, name) for name in PACE}
+        values = self.values(Pace)
         if self.adaptive is not None:
             pairs = [each.partition("=")[::2] for each in self.adaptive.split(",")]
             try:
@@ -268,11 +267,6 @@ class Pace(Flags):
 @dataclass(frozen=True)
 class DraftFlags(Sources, Skip):
     """All flags that select draft sources."""
-
-    @property
-    def idle(self) -> dict[str, Any]:
-        own = {each.name: getattr(self, each.name) for each in fields(Skip)}
-        return own | super().idle
 
 
 @dataclass(frozen=True)

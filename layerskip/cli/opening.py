@@ -271,7 +271,7 @@ def open_decoding(
     law["do_sample"] = sampling.do_sample
     how = flags.settings | {"acceptance": sampling.acceptance}
     if flags.no_draft:
-        warn_idle(flags.idle | how, "with --no-draft")
+        warn_idle(flags.values(DraftFlags) | how, "with --no-draft")
     how |= {"plain": flags.no_draft, "reads": reads, "sampling": sampling.do_sample}
     with open_drafts(flags, loading, talk, checked, **how) as opened:
         if not flags.no_draft:

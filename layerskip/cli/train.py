@@ -69,8 +69,7 @@ class ExitFlags(flags.Flags):
     @property
     def settings(self) -> dict[str, Any]:
         """The settings that were given, by name."""
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
-        return {name: value for name, value in values.items() if value is not None}
+        return {name: value for name, value in self.values().items() if value is not None}
 
     def layers(self) -> tuple[int, ...]:
         """The exits to train; empty for all."""
