@@ -19,6 +19,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import nn
 
 from layerskip.api.arguments import law_of, sampling_of
 from layerskip.api.drafts import automatic_draft, exits_hint, heads_of, in_words, skip_label
@@ -44,6 +45,8 @@ from layerskip.texts.vocabulary import warn_of_vocabularies
 from layerskip.timing.cost_tables import by_bytes, cost_tables, stored
 from layerskip.weights.stored import storage_words
 
+_IN_8_BITS = "the model in 8 bits"
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -53,7 +56,7 @@ class Plan:
         model: the target; the head that its own draft reads may be trimmed to a vocabulary.
         sources: in the order of their numbers in rounds. Without any, decoding is plain.
         skips: the skip configs of the model's own drafts, which are the last sources.
-        reasons: why the model itself has no better drafts, in words.
+        reasons: why the model itself has no better drafts: by what it could draft with, in words.
         explicit: the settings that name these drafts, so that nothing is chosen again.
         advice: how to load the model so that it drafts in 8 bits; None if that is not possible, or
             if it has other drafts than lookups.
@@ -63,7 +66,7 @@ class Plan:
     settings: Settings
     sources: Sequence[Source] = ()
     skips: Sequence[SkipConfig] = ()
-    reasons: Sequence[str] = ()
+    reasons: Mapping[str, str] = field(default_factory=dict)
     explicit: Mapping[str, Any] = field(default_factory=dict)
     advice: str | None = None
 
@@ -88,7 +91,11 @@ class Plan:
     @property
     def summary(self) -> str:
         """The sources, and why there are no better ones, in a line."""
-        return "; ".join([", or ".join(self.words) or "none", *self.reasons])
+        return "; ".join([", or ".join(self.words) or "none", *self._reasons])
+
+    @property
+    def _reasons(self) -> list[str]:
+        return [f"no drafts by {what}: {why}" for what, why in self.reasons.items()]
 
     def explain(self) -> str:
         """List what drafts, and why nothing better does; one item per line."""
@@ -101,10 +108,9 @@ class Plan:
         if not settings.enabled:
             return "\n".join([*lines, "drafts: none, as enabled is False"])
         lines += [f"drafts: {words}" for words in self.words]
-        lines += [f"controller: {_controller_words(settings)}", *self.reasons]
+        lines += [f"controller: {_controller_words(settings)}", *self._reasons]
         name = getattr(model.model, "name_or_path", "")
-        slow = any("8 bits" in reason for reason in self.reasons)
-        hint = exits_hint(model, name, self.skips, likely=slow)
+        hint = exits_hint(model, name, self.skips, likely=_IN_8_BITS in self.reasons)
         lines += [] if hint is None else [hint]
         if not model.exact:
             lines.append(
@@ -120,7 +126,7 @@ class Plan:
             told["advice"] = self.advice
             warnings.warn(f"lookups are the only drafts: {self.advice}", stacklevel=2)
         reason = None
-        if not self.settings.branches or not self.sources:
+        if not self.settings.branches:
             return
         if not self.model.branches:
             reason = "since this model runs as a whole, and its passes have no branches"
@@ -224,12 +230,12 @@ def open_plan(
     """Decide what decodes a model's texts, and make the copies of weights that drafts need.
 
     It is decided once for a model and settings, and kept as long as both live and the model stays
-    as it is.
+    as it is; not with a second model that the caller has loaded, nor for an encoder-decoder.
 
     Args:
         sampling: whether tokens are drawn. Under the rejection rule texts then depend on their
             drafts, so drafts must not depend on the free memory.
-        encoded: an encoder's output for the texts; a plan for them is not kept.
+        encoded: an encoder's output for the texts.
 
     Raises:
         ValueError: a source does not fit the model.
@@ -240,7 +246,7 @@ def open_plan(
     rejection = sampling and settings.acceptance == "rejection"
     if not settings.enabled:
         return Plan(opened, settings)
-    if opened.encoder:
+    if opened.encoder or isinstance(settings.assistant, nn.Module):  # that may change unnoticed
         return _decide(opened, settings, rejection)
     plans = kept_for(opened.model).setdefault("plans", WeakKeyDictionary())
     made: dict[bool, Plan] = plans.setdefault(settings, {})
@@ -257,15 +263,15 @@ def _decide(model: Sublayers, settings: Settings, rejection: bool) -> Plan:
     named_sources = [_source(each, model) for each in settings.sources]
     second, assistant = _second_model(model, settings)
     own, heads, skips = list[Source](), list[Source](), settings.skips
-    reasons, advice = [], None
+    reasons, advice = dict[str, str](), None
     if settings.automatic:
         chosen = automatic_draft(model, settings.draft_memory, by_memory=not rejection)
         heads += heads_of(model, chosen)
         skips = () if chosen.skip is None else (chosen.skip,)
         if chosen.head_reason is not None:
-            reasons.append(f"no drafts by the checkpoint's own head: {chosen.head_reason}")
+            reasons["the checkpoint's own head"] = chosen.head_reason
         if chosen.reason is not None and settings.draft_memory != 0:
-            reasons.append(f"no drafts by the model in 8 bits: {chosen.reason}")
+            reasons[_IN_8_BITS] = chosen.reason
         alone = not (named_sources or second or heads) and lookup is not None
         advice = chosen.reason if chosen.loading and alone else None
     if skips and settings.draft_vocabulary is not None:
