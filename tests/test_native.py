@@ -31,12 +31,12 @@ from torch.utils import cpp_extension
 from transformers import TopPLogitsWarper
 
 from layerskip import SkipConfig
-from layerskip.api.arguments import warpers
+from layerskip.api.arguments import law_of
 from layerskip.api.generation import generate
 from layerskip.backends import native
 from layerskip.backends.base import Variant
 from layerskip.backends.native import Native
-from layerskip.decoding.laws import Law, Warp
+from layerskip.decoding.laws import Warp
 from layerskip.decoding.noise import gumbel_noise, starts_of, stream_key
 from layerskip.decoding.rules import largest, margins_of, runners_up, with_margin
 from layerskip.model.sublayers import Pass, Sublayers
@@ -872,7 +872,8 @@ WARPS = (
 def test_native_draws_are_torchs_bit_by_bit(built, size, warp):
     """With the processors of `transformers`, except for top-p, whose sums are rounded there."""
     generator = torch.Generator().manual_seed(size)
-    law = Law(warpers(*warp[:3]), do_sample=True, rows=3)
+    sampling = dict(zip(("temperature", "top_k", "top_p"), warp[:3], strict=True))
+    law = law_of({"do_sample": True, **sampling}, rows=3)
     for processor in law.processors:
         if isinstance(processor, TopPLogitsWarper):
             processor.min_tokens_to_keep = warp.least

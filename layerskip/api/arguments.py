@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     GenerationConfig,
+    MinPLogitsWarper,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -351,24 +352,21 @@ def per_step(rounds: list[Round], name: str, rows: int) -> tuple[Tensor, ...]:
     return tuple(pad_sequence(by_row))  # of (n, B, V)
 
 
-def warpers(temperature: float | None, top_k: int | None, top_p: float | None) -> list[Any]:
-    """The library's processors for sampling, in its order; None leaves one out."""
-    processors: list[Any] = []
-    processors += [TemperatureLogitsWarper(temperature)] if temperature not in (None, 1.0) else []
-    processors += [TopKLogitsWarper(top_k)] if top_k else []
-    processors += [TopPLogitsWarper(top_p)] if top_p is not None and top_p < 1.0 else []
-    return processors
-
-
 def law_of(settings: Mapping[str, Any], rows: int = 1, processors: Sequence[Any] = ()) -> Law:
-    """The distribution of processors, then temperature, top-k and top-p, as `generate()` has it.
+    """The distribution of processors, then of sampling, as `generate()` has it.
 
     Args:
-        settings: do_sample, temperature, top_k and top_p (see `sampling_of`); None: off.
+        settings: do_sample, temperature, top_k, top_p (see `sampling_of`), min_p; None: off.
     """
-    do_sample = settings["do_sample"]
-    asked = warpers(*(settings.get(name) for name in _SAMPLING)) if do_sample else ()
-    return Law([*processors, *asked], do_sample=do_sample, rows=rows)
+    warpers: list[Any] = []
+    if settings["do_sample"]:
+        names = ("temperature", "top_k", "top_p", "min_p")
+        temperature, top_k, top_p, min_p = (settings.get(name) for name in names)
+        warpers += [TemperatureLogitsWarper(temperature)] if temperature not in (None, 1.0) else []
+        warpers += [TopKLogitsWarper(top_k)] if top_k else []
+        warpers += [TopPLogitsWarper(top_p)] if top_p is not None and top_p < 1.0 else []
+        warpers += [] if min_p is None else [MinPLogitsWarper(min_p)]
+    return Law([*processors, *warpers], do_sample=settings["do_sample"], rows=rows)
 
 
 def sampling_of(

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import MinPLogitsWarper
 
 from layerskip.api.arguments import end_tokens, law_of, sampling_of
 from layerskip.decoding.decoding_loop import Outcome
@@ -65,11 +64,8 @@ class Text(Seat):
         key = stream_key(request.seed, 0)
         super().__init__([], prompt, limit, key=key, eos=eos, stop=request.stop)
         law = sampling_of(model, request.temperature, request.top_k, request.top_p)
-        law["do_sample"] = request.do_sample
+        law |= {"do_sample": request.do_sample, "min_p": request.min_p}
         self.law = law_of(law, processors=request.processors)
-        if request.do_sample and request.min_p is not None:
-            warper: Any = MinPLogitsWarper(request.min_p)
-            self.law = Law([*self.law.processors, warper], do_sample=True, rows=1)
         self.request, self.slots, self.tell = request, prompt + limit + longest + 1, tell
         self.submitted, self.cancelled = time.perf_counter(), False
         self.counts = Counts()
