@@ -23,7 +23,7 @@ from layerskip.api.loading import Loaded
 from layerskip.bench.batches import Encoded, PromptBatch
 from layerskip.bench.llama_cpp import LLAMAS, open_llama
 from layerskip.bench.methods import Engine, Method, Peer, Task
-from layerskip.config.registry import WITH_THRESHOLD
+from layerskip.config.registry import WITH_THRESHOLD, installed
 from layerskip.config.skips import SkipConfig
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.engine import Request
@@ -168,11 +168,13 @@ class Suite:
             drafts.append(("self-assistant", "assistant", second))
         engines: dict[str, Engine] = {}
         rules = {"threshold": WITH_THRESHOLD, "adaptive": ("adaptive-threshold",)}
-        idle = {"threshold": threshold, "adaptive": adaptive or None}
+        others = installed("controller")  # which say themselves what has no effect on them
+        tuned: dict[str, Any] = {"threshold": threshold, "adaptive": adaptive or None}
+        idle = tuned
         for (kind, label, what), controller in itertools.product(drafts, controllers):
             chosen = str(LayerSkipDecoding(what.get("skip"), controller=controller).controller)
-            how: dict[str, Any] = {"threshold": threshold, "adaptive": adaptive}
-            how = {name: value for name, value in how.items() if chosen in rules[name]}
+            takes = [name for name, those in rules.items() if chosen in (*those, *others)]
+            how = {name: value for name, value in tuned.items() if name in takes}
             idle = {name: value for name, value in idle.items() if name not in how}
             parts = [kind, *([label] if sum(kind == other for other, *_ in drafts) > 1 else [])]
             name = ":".join([*parts, chosen] if len(controllers) > 1 else parts)
