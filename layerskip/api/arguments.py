@@ -162,7 +162,7 @@ def pictures_of(
     two_way = None
     if wrapper is not None:
         types = model_kwargs.pop(wrapper.types, None)  # (B, W)
-        if types is not None and wrapper.sees_itself(text):
+        if types is not None and wrapper.two_way(text):
             two_way = (types == 1) | (types == 2)
             two_way = two_way if bool(two_way.any()) else None
     if images is None and two_way is None:

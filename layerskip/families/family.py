@@ -98,8 +98,7 @@ class Conditional:
         types: the argument of `generate()` that marks the tokens of pictures.
         placeholders: the attributes of its config with tokens that embed as padding wherever no
             picture replaces them.
-        two_way: whether tokens of a picture see each other: never, always, or if the text
-            decoder's config says so ("configured").
+        two_way: whether tokens of a picture see each other, by the text decoder's config.
         in_full, past_windows: whether they do so in layers with full attention, and beyond the
             window of other layers.
     """
@@ -108,16 +107,9 @@ class Conditional:
     softcap: bool = True
     types: str = "mm_token_type_ids"
     placeholders: tuple[str, ...] = ()
-    two_way: Literal["never", "always", "configured"] = "never"
+    two_way: Callable[[Any], bool] = lambda text: False
     in_full: bool = True
     past_windows: bool = False
-
-    def sees_itself(self, text: Any) -> bool:
-        """Whether tokens of a picture see each other, according to the text decoder's config."""
-        configured = self.two_way == "configured"
-        return self.two_way == "always" or (
-            configured and bool(text.use_bidirectional_attention == "vision")
-        )
 
     def sees(self, same: Tensor, near: Tensor | None) -> Tensor | None:
         """Which tokens of its own picture a query sees, (B, 1, T, S) bool; None: only earlier ones.

@@ -119,10 +119,10 @@ _FAMILIES = (
 )
 _GEMMA4_PICTURES: dict[str, Any] = {
     "placeholders": ("image_token_id", "video_token_id", "audio_token_id"),
-    "two_way": "configured",
+    "two_way": lambda text: text.use_bidirectional_attention == "vision",
 }
 _CONDITIONAL = (
-    Conditional("gemma3", softcap=False, types="token_type_ids", two_way="always"),
+    Conditional("gemma3", softcap=False, types="token_type_ids", two_way=lambda text: True),
     Conditional("gemma4", in_full=False, **_GEMMA4_PICTURES),
     Conditional("gemma4_unified", past_windows=True, **_GEMMA4_PICTURES),
     *map(Conditional, ("llava", "llava_next", "mistral3")),

@@ -123,9 +123,6 @@ class Stored(Tensor):
         if self.format in ("BF16", "F16", "F32") and self.bytes.data_ptr() % 64:
             self._held.rows = self.bytes.clone()
 
-    def as_parameter(self) -> nn.Parameter:
-        return nn.Parameter(self, requires_grad=False)
-
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -174,7 +171,8 @@ def store_halves(model: nn.Module) -> bool:
         weight: Any = module._parameters.get("weight")
         if id(weight) not in made and _holds_halves(module, weight):
             data = weight.detach().bfloat16().view(torch.uint8)  # (R, 2 C)
-            made[id(weight)] = Stored(data, "BF16", weight.shape[1], weight.dtype).as_parameter()
+            stored = Stored(data, "BF16", weight.shape[1], weight.dtype)
+            made[id(weight)] = nn.Parameter(stored, requires_grad=False)
     for module in [*model.modules()] if made else []:
         weight = module._parameters.get("weight")
         module._parameters["weight"] = made.get(id(weight), weight)
