@@ -27,7 +27,7 @@ from transformers import (
 from layerskip import SkipConfig
 from layerskip.api.loading import load
 from layerskip.api.session import Session
-from layerskip.decoding import passes
+from layerskip.decoding import places
 from layerskip.serving import scheduler
 from layerskip.serving.fields import ChatRequest
 from layerskip.serving.http import make_app
@@ -182,7 +182,7 @@ class TestServer:
 
     def test_a_picture_longer_than_a_piece_is_refused(self, tmp_path, monkeypatch):
         loaded = load(str(save_seeing(tmp_path, size=LARGE)))
-        monkeypatch.setattr(passes, "PIECE", 8)
+        monkeypatch.setattr(places, "PIECE", 8)
         with pytest.raises(ValueError, match=r"a picture of 16 tokens .* reads at most 8"):
             answers(loaded, Serving(loaded.model, **DRAFTS), [asked("w5", picture(1))])
 
