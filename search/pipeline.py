@@ -35,7 +35,7 @@ from layerskip.search.record import search_record
 from layerskip.search.space import Space
 from layerskip.search.warm_starts import given, warm_starts
 from layerskip.timing import sublayer_costs as sublayer_costs
-from layerskip.timing.cost_tables import machine
+from layerskip.timing.kept import machine
 from layerskip.weights.fingerprint import fingerprint
 
 FEWEST_TRIALS, TRIALS_PER_SWITCH = 60, 4

@@ -80,9 +80,9 @@ def tables(of, *drafts, asked=None, seconds=None):
         return [each.at(0) for each in costs_of(of, drafts, asked, seconds)]
 
 
-def spent(of, *drafts, asked=None):
+def spent(of, *drafts, asked=None, seconds=None):
     before = of.now()
-    tables(of, *drafts or (SKIP,), asked=asked)
+    tables(of, *drafts or (SKIP,), asked=asked, seconds=seconds)
     return of.now() - before
 
 
@@ -209,10 +209,14 @@ def test_times_serve_the_next_process(monkeypatch, tmp_path):
     assert spent(machine()) == 0
     assert spent(machine(seed=1)) > 0
     whole = file.read_text()
-    for told, age in (("{", 0), (whole.replace("[", "", 1), 0), (whole, 90 * 86400)):
+    lines = json.loads(whole)
+    disturbed = json.dumps([[*each, (1 + i % 2) * t] for i, (*each, t) in enumerate(lines)])
+    broken, day = whole.replace("[", "", 1), 86400
+    olds = [(whole, 29, False), (whole, 31, True), (disturbed, 0, False), (disturbed, 2, True)]
+    for told, age, timed in (("{", 0, True), (broken, 0, True), *olds):
         file.write_text(told)
-        os.utime(file, (time.time() - age, time.time() - age))
-        assert spent(machine()) > 0
+        os.utime(file, (time.time() - age * day, time.time() - age * day))
+        assert (spent(machine(), seconds=1.0) > 0) is timed
     monkeypatch.setenv("LAYERSKIP_CACHE", str(tmp_path / "file"))
     (tmp_path / "file").write_text("no folder")
     assert tables(machine(), SKIP, seconds=1.0)

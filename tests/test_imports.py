@@ -175,6 +175,30 @@ def test_every_third_party_import_is_a_declared_dependency():
     assert found <= {name.lower() for name in declared} - {"pillow"}
 
 
+UNUSED = """
+    optuna pandas sklearn matplotlib torchvision torchaudio datasets peft ray llguidance
+    transformers.image_processing_utils transformers.video_processing_utils
+    transformers.feature_extraction_sequence_utils transformers.models.auto.processing_auto
+    transformers.trainer transformers.pipelines
+    layerskip.bench layerskip.replay layerskip.research layerskip.serving layerskip.training
+    layerskip.timing.sublayer_costs layerskip.search layerskip.analysis
+"""
+"""What continuing a text needs nothing of: each takes time to import."""
+
+
+def test_continuing_a_text_imports_only_what_it_needs():
+    """Other processors, losses and trainers of the library would double the time to start."""
+    code = (
+        "import sys; from layerskip.cli.main import app\n"
+        "try: app()\n"
+        "finally: print(*sys.modules, file=sys.stderr)"
+    )
+    command = [sys.executable, "-c", code, "generate", "demo-llama", "--prompt=a", "-n2", "--quiet"]
+    names = set(subprocess.run(command, capture_output=True, text=True).stderr.split())
+    assert {"layerskip.api.loading", "transformers.models.llama.modeling_llama"} <= names
+    assert sorted(names & {*UNUSED.split()}) == []
+
+
 SEAM = "layerskip.library"  # what is private in transformers, or moves, is asked there
 # Names that are private in other packages, and the modules beside the seam that use them.
 PRIVATE = {
@@ -239,7 +263,8 @@ def test_the_check_catches_the_inside_of_transformers(source, expected):
 
 
 def test_private_names_of_other_packages_are_listed():
-    own, read = {"_asdict", "_fields", "_replace"}, defaultdict(set)  # those of named tuples
+    # public, although they look private
+    own, read = {"_asdict", "_exit", "_fields", "_replace"}, defaultdict(set)
     for module, path in modules().items():
         names = {part for name in imports_of(module) for part in name.split(".")}
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):

@@ -30,7 +30,7 @@ from layerskip.files.environment import hardware
 from layerskip.files.searches import read_search
 from layerskip.search import pipeline
 from layerskip.search.objective import Objective
-from layerskip.timing.cost_tables import machine
+from layerskip.timing.kept import machine
 
 FILES = {"skip.json", "trials.csv", "cost.json", "search.json", "study.log", "report"}
 COST = MACHINES["reads weights"] | {"vocabulary": 97, "spread": 0.031, "busy": False}

@@ -29,7 +29,8 @@ from layerskip.search.objective import Objective, OutOfTime
 from layerskip.search.pipeline import Search
 from layerskip.search.space import Space
 from layerskip.texts.vocabulary import ranked
-from layerskip.timing.cost_tables import machine, stored
+from layerskip.timing.cost_tables import stored
+from layerskip.timing.kept import machine
 
 COST = MACHINES["reads weights"]
 HOPELESS = cost_record(growth=1.0) | {"repeated": [[1.0, 100.0]]}

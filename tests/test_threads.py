@@ -58,6 +58,13 @@ def test_the_smallest_number_that_hardly_another_beats_is_chosen(opened, seconds
 
 
 @pytest.mark.usefixtures("four")
+def test_the_number_serves_the_next_process(opened, tmp_path, monkeypatch):
+    monkeypatch.setenv("LAYERSKIP_CACHE", str(tmp_path))
+    assert fitting_threads(opened, now=clock({1: 8e-3, 2: 4e-3, 4: 3.9e-3})) == 2
+    assert fitting_threads(opened, now=lambda: pytest.fail("timed again")) == 2
+
+
+@pytest.mark.usefixtures("four")
 def test_a_number_is_chosen_by_a_real_clock_and_from_one_by_none(opened):
     assert fitting_threads(opened) in (1, 2, 4)
     with cpu_threads(1):

@@ -24,7 +24,6 @@ from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
-    AutoProcessor,
     AutoTokenizer,
 )
 from transformers import logging as chatter
@@ -90,7 +89,7 @@ class Loaded:
                 f"this model ({kind}) takes text only; pictures need {', '.join(CONDITIONAL)}"
             )
         try:
-            return AutoProcessor.from_pretrained(place)
+            return transformers.AutoProcessor.from_pretrained(place)
         except Exception as error:  # any error here is about the checkpoint
             reason = textwrap.shorten(str(error).replace(str(place), "it"), 300, placeholder=" ...")
             raise ValueError(f"the model's processor cannot be loaded: {reason}") from error

@@ -6,7 +6,6 @@ drafts need no setup: they are looked up, and the model drafts in low precision 
 
 from __future__ import annotations
 
-import atexit
 import gc
 import sys
 import warnings
@@ -41,10 +40,9 @@ def open_model(loading: Loading, talk: Talk, *, reads: bool = False) -> Loaded:
 
 @contextmanager
 def _unsearched() -> Iterator[None]:
-    """Exempt objects made inside from garbage collection, also when the interpreter exits.
+    """Exempt objects made inside from garbage collection.
 
     Importing the libraries makes a million lasting objects; collections over them take a second.
-    Triton, where it is installed, would report its own at exit in thirty lines.
     """
     searching = gc.isenabled()
     gc.disable()
@@ -52,8 +50,6 @@ def _unsearched() -> Iterator[None]:
         yield
     finally:
         gc.freeze()
-        if "triton" in sys.modules:
-            atexit.register(gc.unfreeze)
         if searching:
             gc.enable()
 

@@ -2,20 +2,16 @@
 
 Rounds of fixed length are timed once per model and kind of law: with one row, with the call's
 number of rows, and after a long context if the call nearly reaches that. They give the few numbers
-of the cost model (see `costs/cost_model.py`). Other processes reuse them through a small file in
-the folder `$LAYERSKIP_CACHE` (if empty, nothing is stored), or in the user's cache folder. A call
-without costs spends little time on measuring, and the next calls continue. Under the rejection rule
-the text depends on draft lengths, which no clock may affect: there, costs follow from bytes read.
+of the cost model (see `costs/cost_model.py`). Other processes use them at once (see `kept.py`), and
+correct them by their rounds. A call without costs spends little time on measuring, and the next
+calls continue. Under the rejection rule the text depends on draft lengths, which no clock may
+affect: there, costs follow from bytes read.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
-import os
 import threading
-import time
 import warnings
 import weakref
 from collections import Counter
@@ -24,7 +20,6 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from layerskip.backends.captured import clock
@@ -36,11 +31,9 @@ from layerskip.decoding.engine import DraftOrSkip, Request
 from layerskip.decoding.laws import Law
 from layerskip.decoding.sources import source_of
 from layerskip.decoding.sources.base import Source
-from layerskip.files.environment import cache_folder, hardware
-from layerskip.files.writing import replacing
 from layerskip.model.sublayers import Sublayers
+from layerskip.timing.kept import file_for, keep, kept, machine
 from layerskip.timing.round_times import BUDGET, CONTEXT, Times, disturbed, quartile, time_rounds
-from layerskip.version import __version__
 
 _FAR = 4096  # tokens after which costs are also measured, if calls nearly reach that
 _KEYS = 2**28  # maximum bytes of keys and values for that; otherwise fewer tokens
@@ -51,7 +44,7 @@ _CALLS = 4  # maximum number of calls that repeat a measurement while times are 
 _TRIES = 20  # maximum number of calls that repeat a measurement while some work is not timed
 _SHARE = 0.05  # maximum share of a call's time spent on costs that were not requested
 _TOKENS = 64  # tokens of a pass up to which a mixture's experts are counted
-_DAYS = 30  # lifetime of a file of times, since machines change
+_DISTURBED_DAYS = 1.0  # days for which disturbed times are kept
 
 
 def traffic_of(model: Sublayers, draft: DraftOrSkip) -> Traffic:
@@ -94,7 +87,7 @@ class _Calibration:
     ) -> list[ContextCosts]:
         """The costs of sources; times missing work, and disturbed work if costs are requested."""
         if self.times is None:
-            self.file = _file_of(model, request.law)
+            self.file = file_for(model, kind_of(request.law))
             self.times = _read(self.file)
         rows = request.input_ids.shape[0]
         context = int(request.attention_mask.sum()) // rows + request.max_new_tokens
@@ -140,12 +133,15 @@ class _Calibration:
         return [self.costs[source.key] for source in sources]
 
     def _wants(self, place: TimingPoint, sources: Sequence[Hashable], *, again: bool) -> bool:
-        """Whether the next call should time rounds there, for the first time or again."""
+        """Whether the next call should time rounds there, for the first time or again.
+
+        Times of another process are not repeated: rounds correct them.
+        """
         times, calls = (self.times or {}).get(place, {}), self.calls[place, *sources]
         works = [(None, 1), *((key, 0) for key in sources)]
         if all(times.get(work) for work in works):
             asked = {work: times[work] for work in times if work[0] is None or work in works}
-            return again and calls < _CALLS and disturbed(asked)
+            return again and 0 < calls < _CALLS and disturbed(asked)
         return calls < _TRIES
 
     def _rates(self, traffic: Mapping[Hashable, Traffic]) -> Rates:
@@ -160,38 +156,23 @@ class _Calibration:
         )
 
 
-def _file_of(model: Sublayers, law: Law) -> Path | None:
-    """The file with the times of a kind of call; None if none are stored."""
-    if os.environ.get("LAYERSKIP_CACHE") == "":
-        return None
-    weights, where = model.weights, sorted(machine(model).items())
-    about = (__version__, torch.__version__, weights.fingerprint(), where, weights.vocabulary)
-    read = model.pass_bytes([1])  # differs if weights are stored in other formats
-    name = hashlib.sha256(json.dumps([*about, read, kind_of(law)]).encode()).hexdigest()[:24]
-    return cache_folder() / "costs" / f"{name}.json"
-
-
 def _read(file: Path | None) -> dict[TimingPoint, Times]:
     """Read the times by place; empty if the file is old or broken, and will be replaced."""
     times: dict[TimingPoint, Times] = {}
+    lines, days = kept(file)
     try:
-        if file is None or time.time() - file.stat().st_mtime > _DAYS * 86400:
-            return {}
-        for rows, context, source, tokens, seconds in json.loads(file.read_text(encoding="utf-8")):
+        for rows, context, source, tokens, seconds in lines or ():
             if not 0.0 < seconds < 1e6:
                 return {}
             place = times.setdefault(TimingPoint(int(rows), int(context)), {})
             place.setdefault((source, int(tokens)), []).append(float(seconds))
-    except (OSError, ValueError, TypeError):
+    except (ValueError, TypeError):
         return {}
-    return times
+    return {} if days > _DISTURBED_DAYS and any(map(disturbed, times.values())) else times
 
 
 def _write(file: Path | None, times: Mapping[TimingPoint, Times]) -> None:
-    """Write times atomically; does nothing if the folder cannot be written to.
-
-    Undisturbed times are stored as their typical value twice, others as the quickest two.
-    """
+    """Keep times: undisturbed ones as their typical value twice, others as the quickest two."""
     lines = [
         [*place, source, tokens, each]
         for place, works in times.items()
@@ -201,14 +182,8 @@ def _write(file: Path | None, times: Mapping[TimingPoint, Times]) -> None:
             sorted(seconds)[:2] if disturbed({(None, 1): seconds}) else 2 * [quartile(seconds)]
         )
     ]
-    if file is None or not lines:
-        return
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(file) as partial:
-            partial.write_text(json.dumps(lines), encoding="utf-8")
-    except OSError:
-        return  # a full disk, or no permission: every process measures for itself
+    if lines:
+        keep(file, lines)
 
 
 def _rescale(times: Times, before: Times) -> None:
@@ -268,16 +243,6 @@ def cost_tables(
         CorrectedCosts(each, calibration.corrections, source.key)
         for each, source in zip(costs, sources, strict=True)
     ]
-
-
-def machine(model: Sublayers) -> dict[str, Any]:
-    """Where and how a model's passes run, as JSON values; threads only on a CPU."""
-    facts: dict[str, Any] = {
-        "hardware": hardware(model.device),
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "execution": model.execution,
-    }
-    return facts if model.threads is None else {**facts, "threads": model.threads}
 
 
 def place(model: Sublayers, rows: int) -> dict[str, Any]:

@@ -32,7 +32,8 @@ from layerskip.decoding.sources.base import Source
 from layerskip.families.plain import head_refusal
 from layerskip.model.opened_models import opened_of
 from layerskip.model.sublayers import Sublayers
-from layerskip.timing.cost_tables import machine, traffic_of
+from layerskip.timing.cost_tables import traffic_of
+from layerskip.timing.kept import machine
 from layerskip.timing.round_times import CONTEXT, STEPS, Times, quartile, time_rounds
 
 CONTEXTS = (64, 256)  # default numbers of tokens before the rounds to be priced

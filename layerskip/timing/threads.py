@@ -12,6 +12,7 @@ import torch
 
 from layerskip.decoding.passes import Passes
 from layerskip.model.sublayers import Sublayers
+from layerskip.timing.kept import file_for, keep, kept
 
 _BUDGET = 0.3  # seconds after which no further sweep starts
 _SWEEPS = 5
@@ -35,7 +36,8 @@ def fitting_threads(model: Sublayers, *, now: Callable[[], float] = time.perf_co
     """The best number of threads for decoding one prompt, at most torch's own number.
 
     Times plain passes of one token with 1, 2, 4, ... threads in turn, for a fraction of a second or
-    until the result is clear. It takes the smallest number that is not clearly slower than another.
+    until the result is clear, and keeps the result for later processes. It takes the smallest
+    number that is not clearly slower than another.
     It returns torch's own number on other devices, if passes are so long that every thread pays,
     and if other processes need the cores at the moment: that says nothing about later, and passes
     then use fewer threads by themselves.
@@ -43,6 +45,10 @@ def fitting_threads(model: Sublayers, *, now: Callable[[], float] = time.perf_co
     most = torch.get_num_threads()
     if most == 1 or model.device.type != "cpu":
         return most
+    file = file_for(model, "threads")
+    before, _ = kept(file)
+    if before in range(1, most + 1):
+        return int(before)
     counts = [*(1 << power for power in range((most - 1).bit_length())), most]
     token = torch.tensor([0])  # (1,)
     if model.encoder:
@@ -74,4 +80,5 @@ def fitting_threads(model: Sublayers, *, now: Callable[[], float] = time.perf_co
                 break
             if now() - started > _BUDGET:
                 break
+    keep(file, chosen)
     return chosen
