@@ -222,8 +222,8 @@ class _Graph(NamedTuple):
         return self.out
 
 
-def _captured(run: Callable[..., Tensor], inputs: list[Tensor], beside: _Graph | None) -> _Graph:
-    """Capture a pass; its memory is that of `beside`.
+def _captured(run: Callable[..., Tensor], inputs: list[Tensor], shared: _Graph | None) -> _Graph:
+    """Capture a pass; its memory is that of `shared`.
 
     The pass runs once before, as kernels cannot be compiled in a capture.
 
@@ -236,7 +236,7 @@ def _captured(run: Callable[..., Tensor], inputs: list[Tensor], beside: _Graph |
     with torch.inference_mode(False):
         held = [torch.empty_like(each) for each in inputs]
     graph = torch.cuda.CUDAGraph()
-    pool = None if beside is None else beside.graph.pool()
+    pool = None if shared is None else shared.graph.pool()
     try:
         alone = torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local")
         with sdpa_kernel([*_UNPLANNED, SDPBackend.MATH], True), alone:

@@ -132,7 +132,7 @@ class Suite:
         self,
         kinds: set[str],
         given: Sequence[tuple[str, SkipConfig]],
-        beside: Mapping[str, Any],
+        others: Mapping[str, Any],
         own: Mapping[str, Any],
         assistant: Loaded | None,
         controllers: Sequence[str | None] = (None,),
@@ -144,7 +144,7 @@ class Suite:
 
         Args:
             given: skip configs of "self" with names; without any, sources that need no setup.
-            beside: settings of the other sources of "self": `sources`, and `lookup`, whether and in
+            others: settings of the other sources of "self": `sources`, and `lookup`, whether and in
                 which other texts it looks drafts up; None: unless its skip config says no.
             own: settings of the model's own drafts if none is given.
             controllers: None stands for the skip config's own, or the default.
@@ -153,14 +153,14 @@ class Suite:
         drafts: list[tuple[str, str, dict[str, Any]]] = []  # method, label, sources
         if "self" in kinds:
             for label, skip in given:
-                drafts.append(("self", label, {"skip": skip, **beside}))
+                drafts.append(("self", label, {"skip": skip, **others}))
             if not given:
-                drafts.append(("self", "default", self._default(beside, own)))
+                drafts.append(("self", "default", self._default(others, own)))
         if "self-lookup" in kinds:
-            drafts.append(("self-lookup", "lookup", {"lookup": beside["lookup"] or True}))
+            drafts.append(("self-lookup", "lookup", {"lookup": others["lookup"] or True}))
         if "self-together" in kinds:
             skips = [skip for _, skip in given]
-            drafts.append(("self-together", "together", {"skip": skips, **beside}))
+            drafts.append(("self-together", "together", {"skip": skips, **others}))
         if "self-8bit" in kinds:
             drafts.append(("self-8bit", "8-bit", {"skip": SkipConfig.low_precision(8)}))
         if "self-assistant" in kinds and assistant is not None:
@@ -189,10 +189,10 @@ class Suite:
             warnings.warn(f"--{flag} has no effect without {words}", stacklevel=2)
         return list(engines.values())
 
-    def _default(self, beside: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    def _default(self, others: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
         """The settings of the default drafts, with the model's own of a run that is resumed."""
-        looks_up = True if beside["lookup"] is None else beside["lookup"]
-        what = {"draft_memory": None, **beside, **own, "lookup": looks_up}
+        looks_up = True if others["lookup"] is None else others["lookup"]
+        what = {"draft_memory": None, **others, **own, "lookup": looks_up}
         entry = self._entries.get("self")
         if entry is not None and entry["skip"] is not None:
             what |= {"skip": SkipConfig.from_dict(entry["skip"]), "draft_memory": None}

@@ -187,7 +187,7 @@ class RecurrentCache(LibraryCache):
     def reusable(self, place: int, length: int) -> int:
         return max((each.end for each in self._states[place] if each.end <= length), default=0)
 
-    def marks(self, length: int, same: int) -> set[int]:
+    def store_points(self, length: int, same: int) -> set[int]:
         return {length - 1, same}  # the last token runs again if the same prompt comes
 
     def _arrange(self, places: Sequence[int | None]) -> None:

@@ -376,7 +376,7 @@ class RowCache:
         """The number of a row's first tokens, at most `length`, that a later text can reuse."""
         return length
 
-    def marks(self, length: int, same: int) -> set[int]:
+    def store_points(self, length: int, same: int) -> set[int]:
         """The numbers of tokens after which a prompt of this length is worth storing.
 
         Args:

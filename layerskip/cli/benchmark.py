@@ -160,8 +160,8 @@ def benchmark(
             )
         task = sampling.task(loaded.model, max_new_tokens, seed=seed, execution=loading.execution)
         suite = Suite(loaded, task, short, batches, earlier, talk.say, talk.progress)
-        if not given and (beside := loaded.skip_config()) is not None:
-            given = [("layerskip", beside)]
+        if not given and (stored := loaded.skip_config()) is not None:
+            given = [("layerskip", stored)]
         used = given if kinds & {"self", "self-together"} else []
         given = [(name, sources.changed(each)) for name, each in used]
         others = opening.source_settings(sources, text, None, loaded, talk)

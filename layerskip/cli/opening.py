@@ -171,8 +171,8 @@ def source_settings(
 
         talk.progress(f"indexing {sources.lookup_file}")
         lookup = Lookup([loaded.tokenizer(text, add_special_tokens=False)["input_ids"]])
-    beside = {"lookup": lookup, "sources": sources.source or ()}
-    return beside if second is None else {**beside, "assistant": second.model}
+    others = {"lookup": lookup, "sources": sources.source or ()}
+    return others if second is None else {**others, "assistant": second.model}
 
 
 @contextmanager
@@ -208,8 +208,8 @@ def open_drafts(
         if plain:
             settings["enabled"] = False
         else:
-            beside = loaded.skip_config()
-            given = given or ([] if beside is None else [beside])
+            stored = loaded.skip_config()
+            given = given or ([] if stored is None else [stored])
             off = any(each.decoding and each.decoding.enabled is False for each in given)
             if off and second is not None:
                 given, off = [], False

@@ -100,8 +100,8 @@ class Rates:
         weights = (traffic.of(count) - prefix) * interpolated(self.growth, count)
         weights += prefix * interpolated(self.growth, rows)
         keys = rows * keys_read(traffic.keys, context) * interpolated(self.key_growth, tokens)
-        beside = self.row * (rows - 1)
-        return max(self.byte * weights + beside, self.byte * traffic.of(1)) + self.key_byte * keys
+        of_rows = self.row * (rows - 1)
+        return max(self.byte * weights + of_rows, self.byte * traffic.of(1)) + self.key_byte * keys
 
     def step(self, traffic: Traffic, source: Hashable, rows: int, context: int) -> float:
         """Seconds of a draft step; 0 if the source takes none."""
@@ -134,9 +134,9 @@ def fitted(
     def passes(place: TimingPoint) -> dict[int, float]:
         return dict(sorted((n, each) for (_, n), each in seconds[place].items() if n))
 
-    def grown(times: Mapping[int, float], rows: int, beside: float = 0.0) -> dict[int, float]:
+    def grown(times: Mapping[int, float], rows: int, of_rows: float = 0.0) -> dict[int, float]:
         """By total number of tokens; a longer pass is never cheaper, except by noise."""
-        values = [(each - beside) / (byte * whole.of(rows * n)) for n, each in times.items()]
+        values = [(each - of_rows) / (byte * whole.of(rows * n)) for n, each in times.items()]
         return dict(zip((rows * n for n in times), isotonic(values), strict=True))
 
     growth = grown(passes(first), 1)

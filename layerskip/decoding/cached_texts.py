@@ -221,12 +221,12 @@ class Reuse:
         early: whether prompts are stored as soon as they have been run, for rows that join later.
 
     Attributes:
-        marks: by row, the numbers of tokens after which its text will be stored.
+        store_points: by row, the numbers of tokens after which its text will be stored.
     """
 
     def __init__(self, cached: CachedTexts | None, passes: Prefill, *, early: bool = False) -> None:
         self.cached, self.passes, self.early = cached, passes, early
-        self.marks: dict[int, set[int]] = {}
+        self.store_points: dict[int, set[int]] = {}
         self._weights: object = None  # identifies the weights to which stored contents belong
 
     def check(self, *, numbers: bool = False) -> None:
@@ -248,18 +248,18 @@ class Reuse:
         cache, filled = self.passes.cache, {}
         for row, most in rows.items():
             filled[row], same = self.find(row, most)
-            at, marks = filled[row][-1].end if filled[row] else 0, set[int]()
+            at, store_points = filled[row][-1].end if filled[row] else 0, set[int]()
             if self.cached is not None and (self.early or cache.window):
-                marks = cache.marks(self.passes.prompt_lengths[row], same)
-            self.marks[row] = {each for each in marks if each > at}
+                store_points = cache.store_points(self.passes.prompt_lengths[row], same)
+            self.store_points[row] = {each for each in store_points if each > at}
         self.passes.fill(filled)
 
     def reached(self) -> None:
-        """Store the texts of rows that have reached a mark."""
-        for row, marks in self.marks.items():
-            for mark in sorted(each for each in marks if each <= self.passes.lengths[row]):
-                marks.remove(mark)
-                self.keep(row, mark)
+        """Store the texts of rows that have reached such a point."""
+        for row, store_points in self.store_points.items():
+            for point in sorted(each for each in store_points if each <= self.passes.lengths[row]):
+                store_points.remove(point)
+                self.keep(row, point)
 
     def keep(self, row: int, length: int | None = None) -> None:
         """Store a row's text, or its first tokens."""

@@ -53,7 +53,7 @@ class Loop:
         seats: by row, the texts; the unfinished ones of `target.rows` take part in rounds.
         longest: maximum number of tokens of a row that a round verifies.
         keep: whether to keep the processed scores of emitted tokens.
-        mark: called after drafting, and after the target's pass.
+        note_time: called after drafting, and after the target's pass.
     """
 
     def __init__(
@@ -64,10 +64,10 @@ class Loop:
         *,
         longest: int,
         keep: bool = False,
-        mark: Callable[[], None] = lambda: None,
+        note_time: Callable[[], None] = lambda: None,
     ) -> None:
         self.target, self.controller, self.seats, self.longest = target, controller, seats, longest
-        self.keep, self.mark = keep, mark
+        self.keep, self.note_time = keep, note_time
         self.signal: str | None = None
         if controller.needs_confidence:
             # Margins are those of the target only if drafts share its noise.
@@ -97,7 +97,7 @@ class Loop:
         """
         before = {*self.target.rows}
         raw = self.target.prefill(ends, read)
-        self.mark()
+        self.note_time()
         rows = [row for row in self.target.rows if row not in before]
         if not rows:
             return Outcome({}, DraftedTokens.of(len(self.seats)), VerifyResult([], []), {}, {})
@@ -108,13 +108,13 @@ class Loop:
         """Run a round of the unfinished rows."""
         plans = self._plan(self.going)
         drafts = self._draft(plans)
-        self.mark()
+        self.note_time()
         rows = [row for row in plans if not self.seats[row].finished]  # errors may have ended some
         if not rows:
             return Outcome(plans, drafts, VerifyResult([], []), {}, {})
         positions = drafts.positions(rows)
         raw = self.target.verify(drafts, positions)
-        self.mark()
+        self.note_time()
         verdict = self.target.judge(raw, positions, drafts, keep=self.keep)
         return self._commit(rows, plans, drafts, verdict)
 

@@ -127,7 +127,7 @@ class Decoder:
         self._times = times = list[float]()  # of the current round
 
         # These must not capture `self`: a cycle would keep the buffers alive.
-        def mark() -> None:
+        def note_time() -> None:
             if request.clock is not None:
                 times.append(request.clock())
 
@@ -135,7 +135,7 @@ class Decoder:
             if request.progress is not None:
                 request.progress(sum(passes.lengths), sum(passes.prompt_lengths))
 
-        self._mark = mark
+        self._note_time = note_time
         draws = Draws(request.law, self.seats, rule=request.rule, native=model.drawn)
         alone = (request.pictures is None or rows == 1) and request.encoded is None
         self.reuse = Reuse(cached if alone else None, self.passes)
@@ -149,7 +149,7 @@ class Decoder:
             self.seats,
             longest=max_draft_length,
             keep=request.keep_scores,
-            mark=mark,
+            note_time=note_time,
         )
         self.stats = DecodingStats(sources=[SourceCounts(each.name) for each in passes.sources])
 
@@ -173,7 +173,7 @@ class Decoder:
             raise
 
     def _first_round(self) -> Outcome:
-        self._mark()
+        self._note_time()
         self.reuse.check(numbers=True)
         self.reuse.start(dict.fromkeys(range(len(self.seats))))
         self.stats.num_known_tokens += sum(self.passes.lengths)
@@ -186,7 +186,7 @@ class Decoder:
     def _record(self, index: int, run: Callable[[], Outcome]) -> Round:
         """Run a round, and record it."""
         self._times.clear()
-        self._mark()
+        self._note_time()
         outcome = run()
         drafts, verdict, rows = outcome.drafts, outcome.verdict, range(len(self.seats))
         emitted = [outcome.emitted.get(row, ()) for row in rows]
@@ -194,7 +194,7 @@ class Decoder:
         logits = None
         if self.request.keep_logits and verdict.raw is not None:
             logits = _by_row(verdict.raw, verdict, emitted)
-        self._mark()
+        self._note_time()
         round_ = Round(
             index=index,
             tokens=tuple(map(tuple, emitted)),

@@ -186,7 +186,7 @@ class LiveTarget:
     def prefill(
         self, ends: Mapping[int, int] | None = None, read: Callable[[Tensor], None] | None = None
     ) -> Tensor | None:
-        return self.passes.prefill(ends, self._reached, self.reuse.marks, read)
+        return self.passes.prefill(ends, self._reached, self.reuse.store_points, read)
 
     def _reached(self) -> None:
         self._progress()

@@ -36,7 +36,7 @@ class Prefill(RowPlaces):
         self,
         ends: Mapping[int, int] | None = None,
         reached: Callable[[], None] = lambda: None,
-        marks: Mapping[int, Collection[int]] = MappingProxyType({}),
+        store_points: Mapping[int, Collection[int]] = MappingProxyType({}),
         read: Callable[[Tensor], None] | None = None,
     ) -> Tensor | None:
         """Run prompts of joining rows through the whole model, each from where it is to its end.
@@ -47,8 +47,8 @@ class Prefill(RowPlaces):
             ends: by row, the number of prompt tokens to run up to: that of all, or of several rows
                 the whole prompts; None: the whole prompts of all joining rows.
             reached: called after every pass.
-            marks: per row, numbers of tokens after which its text is stored; a model with recurrent
-                layers ends a pass there. Marks that are reached may be removed.
+            store_points: per row, numbers of tokens after which its text is stored; a model with
+                recurrent layers ends a pass there. Points that are reached may be removed.
             read: called with the logits after each of the tokens of a lone row, (T, V).
 
         Returns:
@@ -81,7 +81,7 @@ class Prefill(RowPlaces):
         states = in_chunks(
             *(self.model, tokens, [range(self.lengths[row], ends[row]) for row in rows], run),
             inside=pictures[0].inside if pictures else (),
-            marks=[marks.get(row, ()) for row in rows] if self.model.recurrent else (),
+            ends_before=[store_points.get(row, ()) for row in rows] if self.model.recurrent else (),
             partial=self.cache.partial,
         )  # (r, H)
         done = all(self.lengths[row] == self.prompt_lengths[row] for row in rows)

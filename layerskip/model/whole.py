@@ -235,13 +235,13 @@ class Whole(Sublayers):
 
     def head_parts(self) -> dict[str, Any]:
         """The parts of the model after its decoder, by name."""
-        beside = [self.inner, *([self.model.get_encoder()] if self.encoder else [])]
+        separate = [self.inner, *([self.model.get_encoder()] if self.encoder else [])]
         return {
             name: part
             for name, part in self.model._modules.items()
             if part is not None
             and not isinstance(part, nn.Embedding)
-            and not any(part is each for each in beside)
+            and not any(part is each for each in separate)
         }
 
     def _decoder(self, model: Any) -> tuple[Any, Any]:

@@ -72,7 +72,7 @@ def in_chunks(
     run: Callable[[Tensor, range, list[int]], Tensor],
     *,
     inside: Container[int] = (),
-    marks: Sequence[Iterable[int]] = (),
+    ends_before: Sequence[Iterable[int]] = (),
     partial: bool = True,
 ) -> Tensor:
     """Run the tokens of many rows through a model in chunks.
@@ -81,7 +81,7 @@ def in_chunks(
         tokens: (R, T), of which the indices in `places` are run for each row.
         run: called with a chunk (r, t), its rows, and the index of each row's first token in it;
             returns states (r, t, H).
-        marks: for each row, indices before which a chunk must end.
+        ends_before: for each row, indices before which a chunk must end.
         partial: whether a chunk may cover only some rows; otherwise all begin at one index.
 
     Returns:
@@ -99,8 +99,8 @@ def in_chunks(
         for rows in groups:
             most_here = most if partial else max(1, most // len(tokens))
             count = min(most_here, max(ends[row] - firsts[row] for row in rows))
-            for row in rows if marks else ():
-                ahead = (mark - firsts[row] for mark in marks[row])
+            for row in rows if ends_before else ():
+                ahead = (end - firsts[row] for end in ends_before[row])
                 count = min(count, *(each for each in ahead if each > 0), count)
             while firsts[rows[0]] + count in inside:
                 count += 1
