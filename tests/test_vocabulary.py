@@ -221,7 +221,6 @@ def test_a_check_drafts_from_the_vocabulary(spied, sizes):
     sizes(draws=256)
     report = check(lively_model("llama"), [prompt(5), prompt(8)], skip, max_new_tokens=8)
     assert report.passed
-    assert len(made) == 1 + 2 * 2
     assert set(made) == {9}
 
 
