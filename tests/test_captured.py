@@ -14,7 +14,7 @@ from models import FAMILIES, lively_model, prompt, tiny_model
 
 from layerskip import Lookup, SkipConfig
 from layerskip.api.generation import generate
-from layerskip.backends import captured, native
+from layerskip.backends import captured, native_passes
 from layerskip.bench import runner as benchmark
 from layerskip.decoding.passes import Passes
 from layerskip.model.sublayers import Sublayers
@@ -45,7 +45,7 @@ def captures(monkeypatch):
 
 def test_without_a_gpu_there_is_one_notice_and_the_fused_path(monkeypatch):
     monkeypatch.setattr(captured, "DEVICES", ("cuda",))
-    native.warn_refusal.cache_clear()
+    native_passes.warn_refusal.cache_clear()
     with pytest.warns(UserWarning, match="fused path: CUDA graphs need a GPU"):
         opened = Sublayers(tiny_model("llama"), "captured")
     assert opened.describe() == "fused: CUDA graphs need a GPU"

@@ -21,7 +21,7 @@ from models import tiny_model
 from typer.main import get_command
 
 from layerskip.api.loading import DTYPES
-from layerskip.backends import native
+from layerskip.backends import native_passes
 from layerskip.cli import main as cli
 from layerskip.cli.benchmark import _table
 from layerskip.cli.flags import PANELS, Decoding, Loading
@@ -577,7 +577,7 @@ def test_how_passes_are_computed_is_said_once(folder, monkeypatch):
         ((), "passes: fused: no C++ compiler was found"),
         (("--quiet",), "layerskip: warning: passes use the fused path: no C++ compiler was found"),
     ):
-        native.warn_refusal.cache_clear()
+        native_passes.warn_refusal.cache_clear()
         lines = run(*how, "--dtype", "float32", *flags).stderr.splitlines()
         assert [x for x in lines if "passes" in x] == [expected]
 

@@ -86,7 +86,6 @@ def test_no_upward_imports():
 SHARED = {
     "base": "the interface that the other files of its room implement",
     "formats": "a room with one file for each format, of weights or of tool calls",
-    "native": "the extension, and the backend that calls it",
     **dict.fromkeys(("report", "search"), "the file of a command, and what it runs"),
 }
 

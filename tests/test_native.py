@@ -33,9 +33,9 @@ from transformers import TopPLogitsWarper
 from layerskip import SkipConfig
 from layerskip.api.arguments import law_of
 from layerskip.api.generation import generate
-from layerskip.backends import native
+from layerskip.backends import native_passes
 from layerskip.backends.base import Variant
-from layerskip.backends.native import Native
+from layerskip.backends.native_passes import Native
 from layerskip.decoding.laws import Warp
 from layerskip.decoding.noise import gumbel_noise, starts_of, stream_key
 from layerskip.decoding.rules import largest, margins_of, runners_up, with_margin
@@ -110,7 +110,7 @@ def test_fewer_experts_and_none(built):
         want = plain.backend.sublayer(1, Variant(experts=few))(hidden, step)
         block = opened.backend.sublayer(1, Variant(experts=few))
         got = block(hidden, own)
-        assert isinstance(block, native.NativeBlock)
+        assert isinstance(block, native_passes.NativeBlock)
         assert (got - want).abs().max() <= 1e-5 * want.abs().max()
         assert (opened.blocks[1](hidden, own) - want).abs().max() > 1e-3 * want.abs().max()
 
@@ -520,7 +520,7 @@ def test_a_compiler_that_fails_is_not_asked_again(built, fresh, monkeypatch):
 
 def another_process():
     """Clear this process's caches, as if another process had started."""
-    for each in (extension.extension, extension.refusal, native.warn_refusal):
+    for each in (extension.extension, extension.refusal, native_passes.warn_refusal):
         each.cache_clear()
 
 

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import layerskip
 from layerskip import SkipConfig, fingerprint
-from layerskip.backends import native
+from layerskip.backends import native_passes
 from layerskip.costs.speculation import CostTable
 from layerskip.families.family import Family
 from layerskip.families.known import FAMILIES
@@ -133,7 +133,7 @@ def test_why_no_faster_execution_is_told(monkeypatch):
     )
     model = model.float()
     monkeypatch.setattr(extension, "refusal", lambda: "no C++ compiler was found")
-    native.warn_refusal.cache_clear()
+    native_passes.warn_refusal.cache_clear()
     with pytest.warns(UserWarning, match="fused path: no C"):
         opened = Sublayers(model)
     assert (opened.execution, opened.reason) == ("fused", "no C++ compiler was found")

@@ -1,6 +1,6 @@
 """The interface of backends: ways to compute a model's sublayers and head.
 
-Each has its own file: `modules.py`, `fused.py`, `native.py`, `captured.py`.
+Each has its own file: `modules.py`, `fused.py`, `native_passes.py`, `captured.py`.
 Shapes: B rows, T tokens of a pass, H hidden width, S slots, R rotary width, V vocabulary.
 """
 

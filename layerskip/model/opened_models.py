@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from layerskip.backends import native
+from layerskip.backends import native_passes
 from layerskip.families import plain
 from layerskip.families.architecture import Architecture
 from layerskip.families.wrappers import config_of, unwrapped
@@ -50,7 +50,7 @@ def runs_natively(model: Any) -> bool:
     if support(unwrapped(model))[0] != "opened":
         return False
     known = Architecture(model)
-    return not (plain.refusal(known) or native.refusal(known) or extension.refusal())
+    return not (plain.refusal(known) or native_passes.refusal(known) or extension.refusal())
 
 
 def sublayers_of(model: Any, execution: str = "auto") -> Sublayers:

@@ -17,7 +17,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from layerskip.backends import captured, native
+from layerskip.backends import captured, native_passes
 from layerskip.backends.base import Backend, Block, Rotary
 from layerskip.backends.fused import Fused
 from layerskip.backends.modules import Modules
@@ -182,12 +182,12 @@ class Sublayers(Architecture):
         """
         if self.device.type != "cpu":
             return None
-        return native.normal_threads() or torch.get_num_threads()
+        return native_passes.normal_threads() or torch.get_num_threads()
 
     @property
     def limited(self) -> bool:
         """Whether passes use fewer threads at the moment, inside a context of `disturbed`."""
-        return native.normal_threads() is not None
+        return native_passes.normal_threads() is not None
 
     def disturbed(self) -> AbstractContextManager[None]:
         """A context for a round: torch takes one thread there if other processes need the cores."""
@@ -333,14 +333,14 @@ def _backend(model: Architecture, execution: str) -> tuple[Backend, str | None]:
         if reason is None:
             return captured.Captured(model), None
         if execution == "captured":
-            native.warn_refusal(reason)
+            native_passes.warn_refusal(reason)
         return Fused(model), reason
-    reason = native.refusal(model)
+    reason = native_passes.refusal(model)
     if reason is None:
         reason = extension.refusal()
     elif execution == "auto" and not stored:
         return Fused(model), reason
     if reason is None:
-        return native.Native(model), None
-    native.warn_refusal(reason)
+        return native_passes.Native(model), None
+    native_passes.warn_refusal(reason)
     return Modules(model) if stored else Fused(model), reason
