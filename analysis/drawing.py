@@ -80,12 +80,10 @@ def svg(plot: Plot) -> str:
     return drawn.getvalue()
 
 
-def lines(
-    axes: Axes, table: pd.DataFrame, by: str, x: str, y: str, form: str, most: int | None = None
-) -> str:
+def lines(axes: Axes, table: pd.DataFrame, by: str, x: str, y: str, form: str) -> str:
     """Draw a line of `y` over `x` for each value of a column, with its interval if it has one.
 
-    Returns the lines in words: `form`, a format string over columns, for the first `most` points.
+    Returns the lines in words: `form`, a format string over columns, for each point.
     """
     words = []
     for number, (label, rows) in enumerate(table.groupby(by, sort=False)):
@@ -97,7 +95,7 @@ def lines(
         if "low" in rows:
             bars = error_bars(rows, y)
             axes.errorbar(rows[x], rows[y], yerr=bars, fmt="none", color=colour, capsize=2.5)
-        words.append(f"{label} {listed(rows[:most], form)}")
+        words.append(f"{label} {listed(rows, form)}")
     return "; ".join(words)
 
 

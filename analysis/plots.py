@@ -120,9 +120,7 @@ def positions(run: Run) -> drawing.Plot | None:
     if not len(table):
         return None
     axes = drawing.new_axes(3.6)
-    words = drawing.lines(
-        axes, table, "method", "position", "acceptance", "{acceptance:.2f}", most=4
-    )
+    words = drawing.lines(axes, table, "method", "position", "acceptance", "{acceptance:.2f}")
     axes.set_ylim(0, 1)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     alt = f"Acceptance of the first, second, ... drafted token: {words}."

@@ -180,8 +180,9 @@ def _sections(
             with mpl.rc_context(drawing.STYLE):
                 for plot in kind.plots(subject):
                     progress(f"drawing {plot.title}")
-                    path = folder / "plots" / f"{prefix}{plot.name}.svg"
-                    pictures.append(_draw(plot, path))
+                    drawn = drawing.svg(plot)
+                    _write(folder / "plots" / f"{prefix}{plot.name}.svg", drawn)
+                    pictures.append(Picture(plot.title, plot.alt, drawn))
             if name == "run":
                 shown = {table: _headlines(subject, table, shown[table]) for table in shown}
             place = subject.label, f"{name}-{number}", name, subject
@@ -196,12 +197,6 @@ def _headlines(run: Run, table: str, frame: pd.DataFrame) -> pd.DataFrame:
     if "category" not in frame or table == "categories":
         return frame
     return frame[frame["category"].isin([*run.contexts])]
-
-
-def _draw(plot: drawing.Plot, path: Path) -> Picture:
-    drawn = drawing.svg(plot)
-    _write(path, drawn)
-    return Picture(plot.title, plot.alt, drawn)
 
 
 def _write_table(folder: Path, name: str, frame: pd.DataFrame) -> None:

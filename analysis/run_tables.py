@@ -281,13 +281,13 @@ def exits(run: Run) -> pd.DataFrame:
     return table.loc[table.groupby("exit")["speedup"].idxmax()] if len(table) else table
 
 
-def results(run: Run) -> pd.DataFrame:
+@tabled
+def results(run: Run) -> Iterator[Line]:
     """The headline numbers, one line per method; `times X` is the speedup over X."""
-    kept = ("batch_size", "context", "method", "tokens_per_second")
-    rows = []
     for row in headlines(run):
         if row["task"] not in (None, ALL):
             continue
+        kept = ("batch_size", "context", "method", "tokens_per_second")
         line = {name: row[name] for name in kept}
         for over, ends in row["speedups"].items():
             names = (f"times {over}{end}" for end in ("", *ENDS))
@@ -295,8 +295,7 @@ def results(run: Run) -> pd.DataFrame:
         for part in ("prefill", "decode"):
             line[part] = row[f"{part}_speedups"].get(run.baseline)
         line |= {name: row[name] for name in ("acceptance_rate", "repeated_4grams")}
-        rows.append(line | {"same_text": same_text(row)})
-    return pd.DataFrame(rows).infer_objects()
+        yield line | {"same_text": same_text(row)}
 
 
 def same_text(counts: Mapping[str, Any]) -> str | None:

@@ -134,7 +134,10 @@ class Run:
                     **{name: seconds[name] for name in ("first", *PHASES)},
                     "read": record.get("bytes_read"),
                     "memory": record.get("read_bandwidth"),
-                    **_texts(record),
+                    **compared([record]),
+                    "texts": len(record["loops"]),
+                    "repeated": sum(record["repeated_4grams"]),
+                    "loops": sum(record["loops"]),
                 }
             )
         return pd.DataFrame(rows).astype(dict.fromkeys((*PHASES, "read", "memory"), float))
@@ -178,16 +181,6 @@ def rounds_of(record: dict[str, Any], number: int) -> Iterator[RoundRow]:
             if emitted:
                 counts = count, accepted, emitted, steps
                 yield RoundRow(number, turn, row, *place, *counts, by_row[row], depths[row])
-
-
-def _texts(record: dict[str, Any]) -> dict[str, float]:
-    """Counts of a record's texts."""
-    return {
-        **compared([record]),
-        "texts": len(record["loops"]),
-        "repeated": sum(record["repeated_4grams"]),
-        "loops": sum(record["loops"]),
-    }
 
 
 def totals(frame: pd.DataFrame, part: str = "") -> Totals:

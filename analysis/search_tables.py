@@ -87,8 +87,7 @@ def progress(document: Mapping[str, Any]) -> pd.DataFrame:
 
 _TRIAL_COLUMNS = [
     "number", "origin", "state", "left_out", "attention", "mlp", "rounded", "draft_vocabulary",
-    "value", "predicted", "acceptance", "draft_cost", "bound", "draft_length", "positions",
-    "seconds",
+    "value", "acceptance", "draft_cost", "bound", "draft_length", "positions", "seconds",
 ]  # fmt: skip
 
 
@@ -98,10 +97,9 @@ def trials(search: SearchTables) -> pd.DataFrame:
     `value`: its speedup; `predicted`: the speedup of a finalist, which is another number; `front`:
     no other trial accepts as much at a lower cost.
     """
-    rows, finalists = [], {each["trial"]: each for each in search.document["finalists"]}
+    rows = []
     for trial in search.document["trials"]:
         row = {key: trial.get(key) for key in _TRIAL_COLUMNS} | {"value": trial.get("speedup")}
-        row["predicted"] = finalists.get(trial["number"], {}).get("predicted")
         if trial["state"] == "complete":
             row |= {**_sets(trial), "bound": 1 / trial["draft_cost"]}
         rows.append(row)
@@ -110,6 +108,8 @@ def trials(search: SearchTables) -> pd.DataFrame:
     frame = frame.astype(dict.fromkeys(_TRIAL_COLUMNS[first:], float))
     frame = frame.astype({"left_out": "Int64"})
     frame["front"] = front(frame["draft_cost"].to_numpy(), frame["acceptance"].to_numpy())
+    predicted = {each["trial"]: each["predicted"] for each in search.document["finalists"]}
+    frame["predicted"] = frame["number"].map(predicted).astype(float)
     return frame.sort_values(["value", "number"], ascending=[False, True], ignore_index=True)
 
 

@@ -200,7 +200,7 @@ def test_several_runs_on_one_page(tmp_path):
     ]
     summary = write_report(files, tmp_path / "report")
     assert summary.count("\n\n") == 1
-    assert "tiny, greedy: self" in summary
+    assert "tiny, greedy: With self, tiny was" in summary
     page_of(tmp_path / "report")
     drawn = {path.name for path in (tmp_path / "report" / "plots").iterdir()}
     assert {"tiny-sampled-at-t-0.8-speedup-batch-2.svg", "tiny-greedy-speedup.svg"} <= drawn
