@@ -227,9 +227,8 @@ def skip_map(
         np.ma.masked_invalid(cells), cmap=ListedColormap([*SIDES.values(), GREEN]), vmin=0, vmax=2,
         edgecolors=PAPER, linewidth=0.5 if layers <= 32 else 0.0,
     )  # fmt: skip
-    for number, (label, colour) in enumerate(looks.items()):
-        if (cells == number).any():
-            axes.bar([0], [0], color=colour, label=label)
+    for label, colour in looks.items():
+        axes.bar([0], [0], color=colour, label=label)
     shown = range(0, layers, -(-layers // 16))  # about a dozen ticks
     axes.set_xlim(0, cells.shape[1])
     axes.set_ylim(len(rows), 0)
