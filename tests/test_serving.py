@@ -23,6 +23,7 @@ from layerskip.api.loading import load
 from layerskip.backends.captured import Captured, _pass
 from layerskip.backends.fused import Fused
 from layerskip.decoding.laws import Law
+from layerskip.decoding.prefill import Prefill
 from layerskip.decoding.sources.lookup import Lookup
 from layerskip.research.logit_lookup import LogitLookup
 from layerskip.serving import scheduler
@@ -577,6 +578,17 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(model, monkeypatch):
     assert [bool(pieces) for pieces in told] == [False, True, True]
     drain(serving)
     assert [*map(said, told)] == [alone(model, task) for task in tasks]
+
+
+def test_prompts_that_join_at_once_run_in_one_pass(model, spied):
+    """Ragged ones, too; one whose tokens are mostly another's waits for that one."""
+    prompts = [[*range(10 * n, 10 * n + 6 + n % 3)] for n in range(8)]
+    tasks = [TextRequest(each, 6) for each in (*prompts, [*prompts[0], 3])]
+    serving = Serving(model, **SETTINGS)
+    ran = spied(Prefill, "_run_prompts", lambda passes, chunk, *_: tuple(chunk.shape))
+    told = texts_alone(model, serving, tasks)
+    assert ran[:2] == [(8, 8), (1, 1)]
+    assert [pieces[-1].counts.cached for pieces in told] == [*[0] * 8, 6]
 
 
 def test_of_equal_prompts_one_is_run_though_they_join_at_once(model):
