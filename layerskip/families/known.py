@@ -55,9 +55,9 @@ def _t5gemma_embed(decoder: Any, tokens: Tensor) -> Tensor:
 _MLP_NORMS = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
 _AROUND = ("input_layernorm", "post_attention_layernorm", *_MLP_NORMS)
 _AFTER = ("", "post_attention_layernorm", "", "post_feedforward_layernorm")
-# Scaled embeddings; norms times (1 + weight), on both sides from Gemma 2 on.
+# Gemma 2 and 3: norms times (1 + weight) on both sides of a sublayer, and some sliding windows.
 _GEMMA2: dict[str, Any] = {"norm": "one plus", "windows": "by type", "softcap": True}
-# Upper layers that read the keys of lower ones, separate layer inputs, and experts.
+# Gemma 4: upper layers that read the keys of lower ones, and a mixture in some models.
 _GEMMA4: dict[str, Any] = {
     "norms": _AROUND,
     "norm": "wide",
