@@ -40,8 +40,8 @@ from layerskip.config.skips import SkipConfig
 from layerskip.decoding.sources import load_drafter
 from layerskip.families.known import ASSISTANTS, CONDITIONAL
 from layerskip.families.wrappers import UnsupportedModelError
-from layerskip.model.eagle_head import Eagle, eagle_config
-from layerskip.model.opened_models import open_model, runs_natively
+from layerskip.model.eagle_head import eagle_config
+from layerskip.model.opened_models import runs_natively
 from layerskip.model.whole import support
 from layerskip.native import extension
 from layerskip.texts.pictures import encode_pictures, pictures_of_messages
@@ -120,10 +120,6 @@ class Loaded:
         except Exception as error:  # templates and processors raise errors of any kind
             raise ValueError(f"the model's chat template or processor refuses: {error}") from error
         return encoded.to(self.model.device, self.model.dtype)
-
-    def opened(self, execution: str = "auto") -> Any:
-        """Open the model for decoding. An EAGLE-3 head is returned as it is."""
-        return self.model if isinstance(self.model, Eagle) else open_model(self.model, execution)
 
     def store_halves(self, execution: str = "auto") -> bool:
         """Apply `store_halves` if native passes run the model; returns whether it did anything."""

@@ -22,7 +22,7 @@ from layerskip.decoding.engine import Decoder, Request
 from layerskip.decoding.laws import Law
 from layerskip.decoding.passes import Passes
 from layerskip.files.environment import free_memory
-from layerskip.model.opened_models import open_model
+from layerskip.model.opened_models import sublayers_of
 from layerskip.weights.stored import unpacked_model
 
 LEVEL = 1e-6
@@ -119,7 +119,7 @@ def check(
     """
     if not prompts:
         raise ValueError("check needs at least one prompt, got none")
-    opened = open_model(model, execution)
+    opened = sublayers_of(model, execution)
     lengths = [ids.shape[1] for ids in prompts]
     opened.check_lengths(lengths, max(lengths) + max_new_tokens)
     before = state_of(model)

@@ -36,7 +36,7 @@ from layerskip.decoding.laws import Law
 from layerskip.decoding.noise import gumbel_noise, stream_key
 from layerskip.families.wrappers import unwrapped
 from layerskip.library import cache_in, cache_name
-from layerskip.model.opened_models import open_model
+from layerskip.model.opened_models import sublayers_of
 from layerskip.model.sublayers import Sublayers
 from layerskip.texts.tokens import common_prefix
 
@@ -280,7 +280,7 @@ class Judge:
 
     @cached_property
     def opened(self) -> Sublayers:
-        return open_model(self.model, self.task.execution)
+        return sublayers_of(self.model, self.task.execution)
 
     def promised(self, method: Method) -> bool:
         """Whether the method's text must equal the reference's."""

@@ -31,7 +31,7 @@ from layerskip.files.environment import environment, free_memory
 from layerskip.files.records import SCHEMA, RunFile, costs_key, redacted
 from layerskip.model.assistants import is_assistant, library_can_assist
 from layerskip.model.eagle_head import Eagle
-from layerskip.model.opened_models import open_model
+from layerskip.model.opened_models import sublayers_of
 from layerskip.model.sublayers import Sublayers
 from layerskip.replay.exit_sweep import exit_sweep
 from layerskip.texts.prompts import Prompt
@@ -288,7 +288,7 @@ class Suite:
         for prompt in self.prompts:
             chosen.setdefault(prompt.category, []).append(prompt)
         prompts = [prompt for each in chosen.values() for prompt in each[:SWEEP_PROMPTS]]
-        opened = open_model(self.loaded.model, self.task.execution)
+        opened = sublayers_of(self.loaded.model, self.task.execution)
         law = self.task.law | {"acceptance": "coupled"}
         swept = exit_sweep(
             opened,

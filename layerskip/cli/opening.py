@@ -63,12 +63,13 @@ def open_passes(
     Args:
         threads: used if the command line gives none; None measures which number is fastest.
     """
+    from layerskip.model.opened_models import sublayers_of
     from layerskip.timing.threads import cpu_threads, fitting_threads
 
     with warnings.catch_warnings():
         if not talk.quiet:  # the line below says the same
             warnings.filterwarnings("ignore", "passes use the fused path")
-        opened = loaded.opened(loading.execution)
+        opened = sublayers_of(loaded.model, loading.execution)  # as every call opens it
     threads = loading.threads or threads
     if threads is None and opened.device.type == "cpu":
         talk.progress("measuring how many threads are fastest")
