@@ -57,10 +57,9 @@ def generate(
     writing = writing.checked(talk, seed)
     if writing.do_sample and seed is None:
         seed = int.from_bytes(os.urandom(4))
-    inputs: list[dict[str, Tensor]] = []
 
-    def encoded(loaded: Loaded) -> None:
-        inputs.extend(map(loaded.inputs, chosen))
+    def encoded(loaded: Loaded) -> list[dict[str, Tensor]]:
+        return [*map(loaded.inputs, chosen)]
 
     results: list[dict[str, Any]] = []
     with open_decoding(decoding, writing, loading, talk, encoded, reads=True) as opened:
@@ -73,7 +72,7 @@ def generate(
         continued: Any = partial(generate_tokens, loaded.model)
         if len(chosen) > 1 and not opened.model.encoder:
             continued = Session(loaded.model, execution=loading.execution).generate
-        for number, (each, given) in enumerate(zip(chosen, inputs, strict=True)):
+        for number, (each, given) in enumerate(zip(chosen, opened.found, strict=True)):
             own_seed = seed + number if writing.do_sample and seed is not None else None
             if len(chosen) > 1 and (stream or not as_json):
                 terminal.write_out(f"{terminal.title(f'prompt {each.id}')}\n")

@@ -87,6 +87,7 @@ class Opened:
 
     Attributes:
         settings: settings of `LayerSkipDecoding`, with the choices of the plan filled in.
+        found: what the command's own check of the model returned.
         law: further arguments of `layerskip.generate`: sampling.
         formed: whether logits processors give texts a form, whose only allowed tokens are drafts.
     """
@@ -94,6 +95,7 @@ class Opened:
     loaded: Loaded
     plan: Plan
     settings: dict[str, Any]
+    found: Any
     law: dict[str, Any] = field(default_factory=dict)
     formed: bool = False
 
@@ -181,7 +183,7 @@ def open_drafts(
     flags: DraftFlags,
     loading: Loading,
     talk: Talk,
-    check: Callable[[Loaded], None] = lambda loaded: None,
+    check: Callable[[Loaded], Any] = lambda loaded: None,
     *,
     plain: bool = False,
     reads: bool = False,
@@ -200,7 +202,7 @@ def open_drafts(
     given, text = flags.given(), flags.text()
     loaded = open_model(loading, talk, reads=reads)
     second = None if plain else second_model(flags, loading, loaded, talk)
-    check(loaded)
+    found = check(loaded)
     with open_passes(loaded, loading, talk) as model:
         from layerskip.api.generation import LayerSkipDecoding
         from layerskip.api.plan import open_plan
@@ -223,7 +225,7 @@ def open_drafts(
         plan = open_plan(model, LayerSkipDecoding(**settings), sampling=sampling)
         settings |= plan.explicit
         settings["enabled"] = bool(plan.sources)
-        yield Opened(loaded, plan, settings)
+        yield Opened(loaded, plan, settings, found)
 
 
 @contextmanager
@@ -246,7 +248,7 @@ def open_decoding(
     sampling: Sampling,
     loading: Loading,
     talk: Talk,
-    check: Callable[[Loaded], None],
+    check: Callable[[Loaded], Any],
     *,
     reads: bool = False,
 ) -> Iterator[Opened]:
@@ -256,13 +258,12 @@ def open_decoding(
         check: called with the model before anything is measured, to refuse early.
         reads: the model may be an encoder-decoder, whose decoder's costs are measured.
     """
-    processors: list[Any] = []  # made here, too, so that a bad form is refused early
 
-    def checked(loaded: Loaded) -> None:
-        check(loaded)
-        processors.extend(sampling.processors(loaded))
+    def checked(loaded: Loaded) -> tuple[Any, bool]:
+        found, form = check(loaded), sampling.processors(loaded)  # so that a bad one ends it here
         if loaded.store_halves(loading.execution):
             talk.say("the float32 weights are exact in bfloat16: half the bytes are read")
+        return found, bool(form)
 
     law = {name: value for name, value in sampling.settings.items() if value is not None}
     law["do_sample"] = sampling.do_sample
@@ -279,4 +280,5 @@ def open_decoding(
         if opened.names and not opened.model.encoder:
             talk.progress("measuring the costs of drafting")
             opened.plan.prepare(1, 0, _MEASURING, **law)
-        yield replace(opened, law=law, formed=bool(processors))
+        found, formed = opened.found
+        yield replace(opened, found=found, law=law, formed=formed)

@@ -79,23 +79,20 @@ def serve(
         warn_idle({"name": name}, "with --lora, which sets the name")
         name = adapter[0]
     talk = Talk(quiet)
-    described_as: list[Served] = []
 
-    def described(loaded: Loaded) -> None:
+    def described(loaded: Loaded) -> Served:
         from layerskip.families.wrappers import merge_adapter
         from layerskip.serving.openai_api import Served
 
         if adapter is not None:
             merge_adapter(loaded.model, adapter[1])
-        described_as.append(
-            Served(
-                loaded,
-                name,
-                context=context,
-                max_new_tokens=max_new_tokens,
-                tool_parser=tool_parser,
-                reasoning_parser=reasoning_parser,
-            )
+        return Served(
+            loaded,
+            name,
+            context=context,
+            max_new_tokens=max_new_tokens,
+            tool_parser=tool_parser,
+            reasoning_parser=reasoning_parser,
         )
 
     with _listening(host, port) as listener:  # before loading the model, so that errors come early
@@ -120,7 +117,7 @@ def serve(
             from layerskip.serving.connections import configured
             from layerskip.serving.scheduler import Serving
 
-            [served] = described_as
+            served = opened.found
             serving = Serving(
                 opened.loaded.model,
                 memory=None if memory is None else int(memory * 1e9),
