@@ -105,7 +105,7 @@ def test_a_mac_is_told_what_it_gets(tmp_path, monkeypatch):
     assert environment_module._cpu_model() == "Apple M2"
     environment_module._cpu_model.cache_clear()
     assert extension.status().startswith(
-        "none: no C++ compiler works (mac-c++); run xcode-select --install. Without them"
+        "none: no C++ compiler works (mac-c++); run xcode-select --install. Passes use torch"
     )
     monkeypatch.setattr(torch, "__file__", str(tmp_path / "__init__.py"))
     for compiler, header in (("one", False), ("other", True)):
