@@ -82,10 +82,9 @@ class Loop:
         """The rows of the next round."""
         return [row for row in self.target.rows if not self.seats[row].finished]
 
-    def seat(self, row: int, seat: Seat, *prompt: Any) -> None:
-        """Give a row another text and its prompt, see `RowPlaces.seat`."""
+    def seat(self, row: int, seat: Seat) -> None:
+        """Give a row to another text, before its prompt is given to the target."""
         self.seats[row] = seat
-        self.target.seat(row, *prompt)
         self.controller.forget(row)
 
     def prefill(

@@ -180,9 +180,6 @@ class LiveTarget:
         sure = more.pop(0) if ask.signal is not None else []
         return StepResult([*zip(tokens, *more, strict=True)], sure)
 
-    def seat(self, row: int, *prompt: Any) -> None:
-        self.passes.seat(row, *prompt)
-
     def prefill(
         self, ends: Mapping[int, int] | None = None, read: Callable[[Tensor], None] | None = None
     ) -> Tensor | None:

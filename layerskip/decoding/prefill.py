@@ -44,15 +44,15 @@ class Prefill(RowPlaces):
         Rows whose whole prompts have been run take part in rounds from then on.
 
         Args:
-            ends: by row, the number of prompt tokens to run up to: that of all, or of several rows
-                the whole prompts; None: the whole prompts of all joining rows.
+            ends: by row, the number of prompt tokens to run up to; several rows run whole prompts.
+                None: all joining rows run whole prompts.
             reached: called after every pass.
             store_points: per row, numbers of tokens after which its text is stored; a model with
                 recurrent layers ends a pass there. Points that are reached may be removed.
             read: called with the logits after each of the tokens of a lone row, (T, V).
 
         Returns:
-            Raw logits after the last token of every prompt, (r, V); None if one has more tokens.
+            Raw logits after the last token of every prompt, (r, V); None if there are more tokens.
         """
         if ends is None:
             ends = {row: self.prompt_lengths[row] for row in self.joining}
@@ -202,9 +202,10 @@ class Prefill(RowPlaces):
         """
         for row, fillings in filled.items():
             self.lengths[row] = fillings[-1].end if fillings else 0
-        self.cache.begin({self.place_of(row): self.lengths[row] for row in filled})
+        places = {row: place for place, row in enumerate(self.seated)}
+        self.cache.begin({places[row]: self.lengths[row] for row in filled})
         for row, fillings in filled.items():
-            place, first, self._whole[row] = self.place_of(row), 0, 0
+            place, first, self._whole[row] = places[row], 0, 0
             for end, parts in fillings:
                 for (kind, number), held in parts.items():
                     if kind != "tap":

@@ -73,9 +73,6 @@ class Target(Protocol):
     @property
     def rule(self) -> Rule: ...
 
-    def seat(self, row: int, *prompt: Any) -> None:
-        """Give a row another text, see `RowPlaces.seat`."""
-
     def prefill(
         self, ends: Mapping[int, int] | None = None, read: Callable[[Tensor], None] | None = None
     ) -> Tensor | None:

@@ -76,9 +76,6 @@ class RecordedTarget:
             [getattr(draft, kind)[start][step] for draft, start in places],
         )
 
-    def seat(self, row: int, *prompt: Any) -> None:
-        raise NotImplementedError("a recorded text keeps its row")
-
     def prefill(self, ends: Any = None, read: Any = None) -> None:
         self.batch.rows = {row: row for row in range(len(self.texts))}
 

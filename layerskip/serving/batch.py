@@ -135,7 +135,8 @@ class ServingBatch:
             passes.resize(*shape)
         row, request = self._free.pop(), text.request
         self._draws[row] = text.open(row, self.seats, passes.emitted[row], self.model)
-        self.loop.seat(row, text, request.prompt, request.pictures, request.encoded)
+        self.loop.seat(row, text)
+        passes.seat(row, request.prompt, request.pictures, request.encoded)
 
     def leave(self, text: Text) -> None:
         if text.row < 0:  # it never joined
