@@ -11,7 +11,6 @@ from layerskip.decoding.engine import Decoder, Request
 from layerskip.decoding.laws import Law
 from layerskip.decoding.noise import stream_key
 from layerskip.model.sublayers import Sublayers
-from layerskip.replay.simulation import SimulatedRound
 from layerskip.replay.trace import take_trace
 
 LENGTHS = (13, 3, 6)
@@ -86,6 +85,6 @@ def traced(sample, ended, family="llama"):
     )
 
 
-def simulated(rounds):
-    """Rounds of decoding in the form of `simulate`."""
-    return [SimulatedRound(r.drafted, r.accepted, (*map(len, r.tokens),), r.source) for r in rounds]
+def counted(rounds):
+    """What simulated and real rounds have in common."""
+    return [(r.drafted, r.accepted, r.tokens, r.source) for r in rounds]

@@ -24,7 +24,7 @@ from layerskip.decoding.rules import residual
 from layerskip.model.sublayers import Sublayers
 from layerskip.replay import token_draws
 from layerskip.replay.replayed_drafts import follow, replay
-from layerskip.replay.simulation import SimulatedRound, simulate
+from layerskip.replay.simulation import simulate
 from layerskip.replay.token_draws import NOTHING, TextPlaces, propose
 from layerskip.replay.trace import take_trace
 
@@ -151,9 +151,9 @@ def replayed(skip, acceptance="rejection", eos=NO_END):
     return replay(traced(acceptance, eos), SKIPS[skip])
 
 
-def totals(rounds):
+def totals(rounds, row=0):
     """Counts of one text: rounds, drafted tokens, rounds that accepted at least 1, 2, 3."""
-    done = [(round_.drafted[0], round_.accepted[0]) for round_ in rounds]
+    done = [(each.drafted[row], each.accepted[row]) for each in rounds if each.tokens[row]]
     reached = [sum(accepted > j for _, accepted in done) for j in range(LENGTH)]
     return [len(done), sum(drafted for drafted, _ in done), *reached]
 
@@ -185,16 +185,7 @@ def decoded(skip, controller, eos=NO_END):
     )
     with torch.no_grad():
         rounds = list(decoder.rounds())[1:]
-    return torch.tensor(
-        [
-            totals(
-                SimulatedRound((r.drafted[row],), (r.accepted[row],), (len(r.tokens[row]),))
-                for r in rounds
-                if r.tokens[row]
-            )
-            for row in range(TEXTS)
-        ]
-    ).double()
+    return torch.tensor([totals(rounds, row) for row in range(TEXTS)]).double()
 
 
 def p_value(ours, theirs):

@@ -257,7 +257,7 @@ def test_controllers_and_lookups_are_priced_each_by_its_own_costs(case):
             for round_ in simulate([looked_up[0], drafts], controller, [text]):
                 price = looked_up[1] if round_.source == 0 else costs
                 spent += price.round_cost(round_.drafted[0])
-                tokens += round_.emitted[0]
+                tokens += len(round_.tokens[0])
                 taken.add(round_.source)
         assert ways[-1].speedup == pytest.approx(tokens / spent)
     assert taken >= {0, 1}

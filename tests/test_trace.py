@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 import torch
 from covering import covering
-from looped import rows, sampling, simulated
+from looped import counted, rows, sampling
 from marks import thorough
 from models import Erratic, lively_model, pure, ragged
 from transformers import (
@@ -20,10 +20,11 @@ from layerskip.config.skips import LowPrecision, SkipConfig
 from layerskip.costs.speculation import ContextCosts, CostTable
 from layerskip.decoding.controller import SIGNALS
 from layerskip.decoding.controllers import Confidence, make_controller
+from layerskip.decoding.rounds import Round
 from layerskip.model.sublayers import Sublayers
 from layerskip.replay.exit_sweep import exit_sweep
 from layerskip.replay.replayed_drafts import replay
-from layerskip.replay.simulation import SimulatedRound, cost_of, simulate
+from layerskip.replay.simulation import cost_of, simulate
 from layerskip.replay.token_draws import NOTHING
 from layerskip.replay.trace import take_trace
 
@@ -96,8 +97,8 @@ def sampled(model, ids, mask=None, **settings):
 
 
 def decoded(model, case, texts, **settings):
-    """The rounds of real decoding, in the form of simulated ones."""
-    return simulated(real(model, case, texts, **{"costs": COSTS} | settings)[1:])
+    """The rounds of real decoding, as far as simulated ones are the same."""
+    return counted(real(model, case, texts, **{"costs": COSTS} | settings)[1:])
 
 
 def assert_counts(played, length, rounds, text=0):
@@ -132,7 +133,7 @@ def test_simulated_rounds_are_those_of_decoding(case, skip):
     text = turn % 3
     made = make_controller(controller, costs=COSTS, sampling=CASES[case][1] is not None)
     real = decoded(model, case, [text], skip=SKIPS[skip], controller=controller)
-    assert list(simulate(played, made, [text])) == real
+    assert counted(simulate(played, made, [text])) == real
 
 
 @pytest.mark.parametrize(("case", "skip"), covering(range(len(CASES)), list(SKIPS))[::2])
@@ -148,7 +149,7 @@ def test_simulated_rounds_with_a_draft_vocabulary_are_those_of_decoding(case, sk
     text, name = turn % 3, CONTROLLERS[turn % len(CONTROLLERS)]
     made = make_controller(name, costs=COSTS, sampling=CASES[case][1] is not None)
     settings = {"skip": SKIPS[skip], "controller": name, "draft_vocabulary": tokens}
-    assert list(simulate(played, made, [text])) == decoded(model, case, [text], **settings)
+    assert counted(simulate(played, made, [text])) == decoded(model, case, [text], **settings)
 
 
 def test_each_text_may_have_a_vocabulary_of_its_own():
@@ -184,11 +185,11 @@ def test_batches_share_a_controller(case, skip, length):
                 model, case, texts, skip=SKIPS[skip], controller=name, max_draft_length=length
             )
             made = make_controller(name, costs=COSTS, sampling=True, max_draft_length=length)
-            assert list(simulate(played, made, texts, max_draft_length=length)) == real
+            assert counted(simulate(played, made, texts, max_draft_length=length)) == real
         real = decoded(
             model, case, texts, skip=SKIPS[skip], controller=Erratic(), max_draft_length=length
         )
-        assert list(simulate(played, Erratic(), texts, max_draft_length=length)) == real
+        assert counted(simulate(played, Erratic(), texts, max_draft_length=length)) == real
 
 
 class Told(Erratic):
@@ -216,7 +217,7 @@ def test_controllers_are_told_what_they_ask_for(case, skip):
     for signal in SIGNALS:
         real, simulated = Told(signal), Told(signal)
         rounds = decoded(model, case, [0, 1], skip=SKIPS[skip], controller=real)
-        assert list(simulate(played, simulated, [0, 1])) == rounds
+        assert counted(simulate(played, simulated, [0, 1])) == rounds
         assert simulated.told == pytest.approx(real.told, rel=1e-5, abs=1e-5)
         assert simulated.begun == real.begun
         heard.append(simulated.told)
@@ -395,12 +396,10 @@ def test_agreement_and_match_count_starts(law):
 
 
 def test_prices_of_simulated_rounds():
-    one, other = SimulatedRound((2, 0), (1, 0), (2, 1), 0, steps=2), ((0, 0), (0, 0), (1, 1))
-    rounds = [one, SimulatedRound(*other)]
-    assert cost_of(rounds, [COSTS]) == pytest.approx(0.4 + 1.2 + 1.0)
-    dearer = ContextCosts(lambda context, rows: COSTS if rows > 1 else CostTable(1.0, (1.0,)))
-    rounds = [replace(one, rows=2), replace(one, rows=1)]
-    assert cost_of(rounds, [dearer]) == pytest.approx(0.4 + 1.2 + 3.0)
+    shared = {"index": 1, "confidences": ((), ()), "finished": (False, False)}
+    one = Round(tokens=((5, 7), (5,)), drafted=(2, 0), accepted=(1, 0), source=0, steps=2, **shared)
+    other = Round(tokens=((5,), (5,)), drafted=(0, 0), accepted=(0, 0), **shared)
+    assert cost_of([one, other], [COSTS]) == pytest.approx(0.4 + 1.2 + 1.0)
 
 
 def test_costs_of_a_round_are_those_of_its_context_and_rows():
@@ -414,4 +413,4 @@ def test_costs_of_a_round_are_those_of_its_context_and_rows():
         made = make_controller("expected-gain", costs=costs, sampling=True)
         again = make_controller("expected-gain", costs=costs, sampling=True)
         real = decoded(model, 1, (0, 1, 2), skip=SKIPS["exit 4"], controller=made)
-        assert list(simulate(played, again, (0, 1, 2), max_draft_length=LENGTH)) == real
+        assert counted(simulate(played, again, (0, 1, 2), max_draft_length=LENGTH)) == real

@@ -15,6 +15,7 @@ from layerskip.cache.branches import along, trunk
 from layerskip.costs.speculation import draft_limit, remaining
 from layerskip.decoding.controller import Chooser, Controller, Offer, first_offer, signal_of
 from layerskip.decoding.draws import DraftedTokens
+from layerskip.decoding.rounds import Round, joint_source
 from layerskip.decoding.seats import Seat
 from layerskip.decoding.sources.base import Proposal, State
 from layerskip.decoding.target import StepRequest, Target, VerifyResult
@@ -116,6 +117,23 @@ class Loop:
         self.note_time()
         verdict = self.target.judge(raw, positions, drafts, keep=self.keep)
         return self._commit(rows, plans, drafts, verdict)
+
+    def record(self, outcome: Outcome, index: int) -> Round:
+        """What is kept of a round, except for scores and times."""
+        rows, drafts = range(len(self.seats)), outcome.drafts
+        return Round(
+            index=index,
+            tokens=tuple(tuple(outcome.emitted.get(row, ())) for row in rows),
+            drafted=tuple(map(len, drafts.tokens)),
+            accepted=tuple(outcome.accepted.get(row, 0) for row in rows),
+            confidences=tuple(map(tuple, drafts.confidences)),
+            signal=self.signal,
+            finished=tuple(seat.finished for seat in self.seats),
+            source=joint_source([outcome.source(row) for row in rows]),
+            drafts=tuple(map(tuple, drafts.tokens)),
+            parents=tuple(drafts.parents.get(row) for row in rows),
+            steps=drafts.num_steps,
+        )
 
     def leave(self, rows: Collection[int]) -> None:
         """Let rows go, finished or not."""

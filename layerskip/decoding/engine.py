@@ -6,7 +6,7 @@ Shapes: B rows, N positions, K drafted tokens, V vocabulary, W width of the padd
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -20,7 +20,7 @@ from layerskip.decoding.draws import Draws
 from layerskip.decoding.laws import Law
 from layerskip.decoding.live_target import LiveTarget
 from layerskip.decoding.passes import Passes
-from layerskip.decoding.rounds import DecodingStats, Round, SourceCounts, joint_source
+from layerskip.decoding.rounds import DecodingStats, Round, SourceCounts
 from layerskip.decoding.rules import Rule, rule_of
 from layerskip.decoding.seats import Seat, Stop
 from layerskip.decoding.sources.base import Source
@@ -188,29 +188,14 @@ class Decoder:
         self._times.clear()
         self._note_time()
         outcome = run()
-        drafts, verdict, rows = outcome.drafts, outcome.verdict, range(len(self.seats))
-        emitted = [outcome.emitted.get(row, ()) for row in rows]
-        scores = None if verdict.scores is None else _by_row(verdict.scores, verdict, emitted)
-        logits = None
+        round_, verdict = self.loop.record(outcome, index), outcome.verdict
+        scores = logits = None
+        if verdict.scores is not None:
+            scores = _by_row(verdict.scores, verdict, round_.tokens)
         if self.request.keep_logits and verdict.raw is not None:
-            logits = _by_row(verdict.raw, verdict, emitted)
+            logits = _by_row(verdict.raw, verdict, round_.tokens)
         self._note_time()
-        round_ = Round(
-            index=index,
-            tokens=tuple(map(tuple, emitted)),
-            drafted=tuple(map(len, drafts.tokens)),
-            accepted=tuple(outcome.accepted.get(row, 0) for row in rows),
-            confidences=tuple(map(tuple, drafts.confidences)),
-            signal=self.loop.signal,
-            finished=tuple(self.finished),
-            source=joint_source([outcome.source(row) for row in rows]),
-            scores=scores,
-            logits=logits,
-            times=tuple(self._times) or None,
-            drafts=tuple(map(tuple, drafts.tokens)),
-            parents=tuple(drafts.parents.get(row) for row in rows),
-            steps=drafts.num_steps,
-        )
+        round_ = replace(round_, scores=scores, logits=logits, times=tuple(self._times) or None)
         self.stats.add(round_)
         return round_
 

@@ -3,32 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from itertools import count
 
-from layerskip.costs.speculation import Costs
+from layerskip.costs.speculation import CostTable
 from layerskip.decoding.controller import Controller
 from layerskip.decoding.decoding_loop import Loop
-from layerskip.decoding.rounds import joint_source
+from layerskip.decoding.rounds import Round
 from layerskip.replay.recorded import RecordedTarget
 from layerskip.replay.replayed_drafts import Replay
-
-
-@dataclass(frozen=True)
-class SimulatedRound:
-    """Counts of one round by row, and the draft it used, as in the engine's `Round`.
-
-    Attributes:
-        context, rows: the controller's inputs at its start (see `Controller.begin`).
-        steps: number of draft steps.
-    """
-
-    drafted: tuple[int, ...]
-    accepted: tuple[int, ...]
-    emitted: tuple[int, ...]
-    source: int | tuple[int | None, ...] | None = None
-    context: int = field(default=0, compare=False)
-    rows: int = field(default=1, compare=False)
-    steps: int = field(default=0, compare=False)
 
 
 def simulate(
@@ -37,7 +19,7 @@ def simulate(
     texts: Sequence[int] = (0,),
     *,
     max_draft_length: int | None = None,
-) -> Iterator[SimulatedRound]:
+) -> Iterator[Round]:
     """Simulate decoding texts of the trace together, one row each, as the engine would.
 
     The controller is reset. The texts' ends and the request's limit apply as in decoding.
@@ -58,32 +40,22 @@ def simulate(
             f"max_draft_length must be in 0..{replayed}, as far as was replayed; got {longest}"
         )
     target = RecordedTarget(several, texts)
-    seats, rows = target.batch.seats, range(len(texts))
-    loop = Loop(target, controller, seats, longest=longest)
+    loop = Loop(target, controller, target.batch.seats, longest=longest)
     loop.prefill()
-    while not all(seat.finished for seat in seats):
+    for index in count(1):
+        if not loop.going:
+            return
         loop.compact()
-        context = sum(target.lengths[row] for row in loop.going) // len(loop.going)
-        outcome = loop.round()
-        yield SimulatedRound(
-            drafted=tuple(map(len, outcome.drafts.tokens)),
-            accepted=tuple(outcome.accepted.get(row, 0) for row in rows),
-            emitted=tuple(len(outcome.emitted.get(row, ())) for row in rows),
-            source=joint_source([outcome.source(row) for row in rows]),
-            context=context,
-            rows=len(target.rows),
-            steps=outcome.drafts.num_steps,
-        )
+        yield loop.record(loop.round(), index)
 
 
-def cost_of(rounds: Iterable[SimulatedRound], costs: Sequence[Costs]) -> float:
+def cost_of(rounds: Iterable[Round], tables: Sequence[CostTable]) -> float:
     """The cost of rounds in target steps, by the costs of each source.
 
     A round of several rows costs as much as its longest draft, with the steps of one source.
     """
     total = 0.0
     for round_ in rounds:
-        tables = [each.at(round_.context, round_.rows) for each in costs]
         sources = round_.source if isinstance(round_.source, tuple) else (round_.source,)
         used = [tables[source] for source in sources if source is not None] or tables[:1]
         stepping = max(used, key=lambda table: table.draft)  # other sources need no steps
