@@ -229,7 +229,7 @@ def timed_drafts(
             **times_over(its, plain),
             "over_default": times_over(its, totals[0]),
             "prompts": len(its.tokens),
-            "repeats": 1 + max(each["repeat"] for each in mine),
+            "repeats": 1 + max(each["repeat"] for each in records),
             "acceptance_rate": accepted / proposed if proposed else None,
             **compared(each for each in mine if each["repeat"] == 0),
         }
