@@ -148,7 +148,7 @@ class Loading(Flags):
 
     @property
     def where(self) -> dict[str, Any]:
-        """The arguments of `checkpoints.load`."""
+        """The arguments of `layerskip.load`."""
         names = ("device", "dtype", "trust_remote_code")
         return {"name": self.model, **{name: getattr(self, name) for name in names}}
 

@@ -27,7 +27,7 @@ _MEASURING = 0.5  # seconds, if no earlier command has stored the costs
 
 
 def open_model(loading: Loading, talk: Talk, *, reads: bool = False) -> Loaded:
-    """Load the model. `reads` is passed to `checkpoints.load`."""
+    """Load the model. `reads` is passed to `layerskip.load`."""
     talk.progress("importing torch and transformers")
     with _unsearched():
         from layerskip.api.loading import load
