@@ -8,7 +8,6 @@ import random
 import kinds
 import pytest
 import torch
-from looped import traced
 from models import seated
 from transformers import (
     MinPLogitsWarper,
@@ -23,7 +22,6 @@ from layerskip.api.generation import generate
 from layerskip.decoding.draws import Draws
 from layerskip.decoding.laws import Law
 from layerskip.decoding.rules import COUPLED, REJECTION
-from layerskip.replay.replayed_drafts import replay
 from layerskip.research.logit_lookup import BestAcceptance, LogitTable, _Best, best_of
 
 # ---- What is kept ----
@@ -151,11 +149,6 @@ def test_a_call_drafts_from_its_own_laws_not_from_those_of_earlier_calls():
     assert torch.equal(one.sequences, other.sequences)
     assert one.stats.num_rounds == other.stats.num_rounds
     assert one.stats.num_accepted_tokens == other.stats.num_accepted_tokens > 50  # of 120
-
-
-def test_a_replay_refuses_them_by_name():
-    with pytest.raises(TypeError, match="LogitLookup cannot be replayed"):
-        replay(traced(False, False), LogitLookup())
 
 
 def test_chances_learn_which_of_the_best_tokens_comes():

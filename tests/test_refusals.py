@@ -8,13 +8,14 @@ import pytest
 from models import lively_model, prompt
 from small import EIGHT, small_model
 
-from layerskip import LayerSkipDecoding
+from layerskip import LayerSkipDecoding, LogitLookup, Session
 from layerskip.api.generation import generate
 from layerskip.bench.checks import check
 from layerskip.cache.branches import ROOT, Branches
 from layerskip.config.skips import DecodingOptions, LowPrecision, SkipConfig, Trained
 from layerskip.costs.speculation import CostTable, expected_tokens, speedup_bound
 from layerskip.decoding.controllers import Fixed, make_controller
+from layerskip.model.opened_models import open_model
 from layerskip.replay.replayed_drafts import follow, replay
 from layerskip.replay.simulation import simulate
 from layerskip.replay.trace import take_trace
@@ -52,6 +53,10 @@ def played():
     return replay(traced(draft_length=6), EXIT)
 
 
+def drawn(**how):
+    generate(lively_model("llama"), prompt(5), do_sample=True, max_new_tokens=2, **how)
+
+
 def draft(family, skip):
     generate(small_model(family), prompt(5), skip=skip, max_new_tokens=2)
 
@@ -82,6 +87,9 @@ REFUSED = {
         (lambda: vocabulary(4, True), "must be an integer, got True"),
         (lambda: DecodingOptions(draft_vocabulary="45"), "must be a list of token ids, got '45'"),
         (lambda: DecodingOptions(draft_vocabulary=7), "must be a list of token ids, got 7"),
+        (lambda: drawn(seed=1.5), "a seed must be an integer, got"),
+        (lambda: drawn(seeds=(1, "2")), "a seed must be an integer, got"),
+        (lambda: replay(played().trace, LogitLookup()), "LogitLookup cannot be replayed"),
         (lambda: Space(kind="layer", num_layers=True), "num_layers must be an integer, got True"),
     ],
     ValueError: [
@@ -146,7 +154,14 @@ REFUSED = {
         (lambda: follow(played().trace, EXIT, 0), r"1\.\.6"),
         (lambda: follow(played().trace, EXIT, 7), r"1\.\.6"),
         (lambda: next(simulate(played(), FIXED, max_draft_length=7)), r"0\.\.6"),
+        (lambda: Space(kind="layer", num_layers=5).params(4), "is not in the layer space of 5 lay"),
         # models
+        (lambda: drawn(seeds=(1, 2)), "one seed per row, 1; got 2"),
+        (lambda: drawn(seed=1, seeds=(1,)), "not both"),
+        (lambda: drawn(seed=-1), "a seed must be 0 or more, got -1"),
+        (lambda: Session(lively_model("llama"), memory=-1), "memory must be a number of bytes"),
+        (lambda: Session(small_model("bart")), "encoder-decoder, whose keys and values depend"),
+        (lambda: open_model(small_model("phi"), "fused"), "'fused' cannot serve .*runs as a whole"),
         (
             lambda: draft("phi", SkipConfig.early_exit(1)),
             f"{WHOLE}leave sublayers out or",

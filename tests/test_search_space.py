@@ -151,11 +151,6 @@ def test_counts_a_large_space_without_listing_it():
     assert space("sublayer", 80, bits=8).size == 2 * 2**2 * 3 ** (2 * 78 + 1)
 
 
-def test_refuses_parameters_of_a_set_outside():
-    with pytest.raises(ValueError, match=r"is not in the layer space of 5 layers"):
-        space("layer").params(0b100)
-
-
 def test_first_sets_leave_out_what_matters_least():
     sets = space("sublayer", 12, bits=8)
     influence = [9.0 if sublayer % 3 else 0.1 * sublayer for sublayer in range(24)]

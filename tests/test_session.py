@@ -312,13 +312,6 @@ def test_models_that_are_served_whole(family):
         ids = torch.cat([out.sequences, prompt(2, seed=turn)], 1)
 
 
-def test_bad_models_and_settings_are_refused():
-    with pytest.raises(ValueError, match="memory must be a number of bytes"):
-        Session(lively_model("llama"), memory=-1)
-    with pytest.raises(ValueError, match="encoder-decoder, whose keys and values depend"):
-        Session(small_model("bart"))
-
-
 def test_several_prompts_with_pictures_leave_nothing_and_one_its_keys():
     model = conditional("gemma3")
     session = Session(model, memory=LARGE)
