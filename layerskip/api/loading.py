@@ -279,7 +279,7 @@ def _load_gguf(path: Path, place: torch.device, dtype: str, packed: bool) -> Loa
 
 
 def load_official(name: str, like: Loaded) -> Loaded | None:
-    """Load an official assistant or an EAGLE-3 head in the dtype and on the device of a model.
+    """Load an official assistant or heads that draft, in the dtype and on the device of a model.
 
     Args:
         name: a local folder or a Hub id.
@@ -296,10 +296,11 @@ def load_official(name: str, like: Loaded) -> Loaded | None:
     folder = model_folder(name)
     source = name if folder is None else str(folder)
     try:  # once, since a Hub that cannot be reached is asked for half a minute
-        kind = transformers.PretrainedConfig.get_config_dict(source)[0].get("model_type")
+        config = transformers.PretrainedConfig.get_config_dict(source)[0]
     except OSError as error:
         raise _unreadable(name, folder, error) from error
-    if eagle_config(source) is None and kind not in ASSISTANTS:
+    kind, medusa = config.get("model_type"), "medusa_num_heads" in config
+    if not medusa and eagle_config(source) is None and kind not in ASSISTANTS:
         return None
     model = load_drafter(source, dtype=like.model.dtype, device=like.model.device)
     if kind in ASSISTANTS and model.generation_config.num_assistant_tokens is None:

@@ -33,12 +33,11 @@ from layerskip.decoding.controllers import Controller, Fixed, make_controller
 from layerskip.decoding.engine import Decoder, Request
 from layerskip.decoding.expected_gain import AHEAD
 from layerskip.decoding.noise import stream_key
-from layerskip.decoding.sources import load_drafter, second_model, source_of
+from layerskip.decoding.sources import HEADS, load_drafter, second_model, source_of
 from layerskip.decoding.sources.assistant import Assistant
 from layerskip.decoding.sources.base import Source
 from layerskip.decoding.sources.forced import Forced
 from layerskip.decoding.sources.lookup import Lookup
-from layerskip.model.eagle_head import Eagle
 from layerskip.model.opened_models import kept_for, sublayers_of
 from layerskip.model.sublayers import Sublayers
 from layerskip.texts.vocabulary import warn_of_vocabularies
@@ -190,6 +189,7 @@ class Plan:
             max_draft_length=settings.max_draft_length,
             threshold=settings.threshold,
             adaptive=settings.adaptive,
+            classifier=settings.classifier,
             costs=[table or CostTable(1.0, (1.0,)) for table in costs],
             priors=[source.prior for source in self.sources],
             sampling=request.law.do_sample,
@@ -260,8 +260,8 @@ def open_plan(
 def _decide(model: Sublayers, settings: Settings, rejection: bool) -> Plan:
     """Make the draft sources of a model, including copies of weights that they need."""
     lookup = _lookup(settings, rejection)
-    named_sources = [_source(each, model) for each in settings.sources]
     second, assistant = _second_model(model, settings)
+    named_sources = [_source(each, model, second) for each in settings.sources]
     own, heads, skips = list[Source](), list[Source](), settings.skips
     reasons, advice = dict[str, str](), None
     if settings.automatic:
@@ -306,12 +306,18 @@ def _lookup(settings: Settings, rejection: bool) -> Lookup | None:
     return Lookup() if asked is True else asked or None
 
 
-def _source(given: Source | str, model: Sublayers) -> Source:
-    """Return a source, made for the opened model if it is given by its name."""
+def _source(given: Source | str, model: Sublayers, second: list[Source]) -> Source:
+    """Return a source, made for the opened model if it is given by its name.
+
+    It may take over the second model, which then drafts in no other way.
+    """
     if isinstance(given, Source):
         return given
     make = named("source", given)
-    made: Source = make(model=model) if "model" in signature(make).parameters else make()
+    takes, offered = signature(make).parameters, dict[str, Any](model=model)
+    if "assistant" in takes:
+        offered["assistant"] = second.pop() if second else None
+    made: Source = make(**{name: value for name, value in offered.items() if name in takes})
     if not isinstance(made, Source):
         raise ValueError(f"the source {given} must make a layerskip.Source, got {made!r}")
     return made
@@ -351,7 +357,7 @@ def _second_model(target: Sublayers, settings: Settings) -> tuple[list[Source], 
         if key not in kept:
             kept[key] = load_drafter(assistant, dtype=target.dtype, device=target.device)
         assistant = kept[key]
-    if isinstance(assistant, Eagle):
+    if isinstance(assistant, HEADS):
         return [second_model(target, assistant, tokens)], assistant
     opened = sublayers_of(assistant, settings.execution)
     if opened.encoder:

@@ -36,6 +36,7 @@ class Settings:
     max_draft_length: int | None
     threshold: float | None
     adaptive: dict[str, float]
+    classifier: str | None
     acceptance: str
     branches: bool
     enabled: bool

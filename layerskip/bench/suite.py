@@ -27,10 +27,10 @@ from layerskip.config.registry import WITH_THRESHOLD, installed
 from layerskip.config.skips import SkipConfig
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.engine import Request
+from layerskip.decoding.sources import HEADS
 from layerskip.files.environment import environment, free_memory
 from layerskip.files.records import SCHEMA, RunFile, costs_key, redacted
 from layerskip.model.assistants import is_assistant, library_can_assist
-from layerskip.model.eagle_head import Eagle
 from layerskip.model.opened_models import sublayers_of
 from layerskip.model.sublayers import Sublayers
 from layerskip.replay.exit_sweep import exit_sweep
@@ -243,8 +243,8 @@ class Suite:
         if (name := "generate-assistant") in kinds and assistant is not None:
             second = {"assistant_model": assistant.model}
             details = {"assistant": assistant.name}
-            if isinstance(assistant.model, Eagle):
-                self.say(f"{name} is left out: transformers reads no EAGLE-3 heads")
+            if isinstance(assistant.model, HEADS):
+                self.say(f"{name} is left out: transformers reads no heads of others")
             elif is_assistant(assistant.model.config) and not library_can_assist(model.config):
                 self.say(f"{name} is left out: transformers cannot assist this model with it")
             else:

@@ -62,6 +62,10 @@ class DecodingOptions:
         "LIST",
     )
     """Some or all parameters of `adaptive-threshold` (`registry.ADAPTIVE`), each in 0..1."""
+    classifier: str | None = _option(
+        name_text, "A classifier of drafted tokens, for the controller disco.", "FILE"
+    )
+    """The file of a classifier that stops drafts (see `layerskip.research.disco`)."""
     enabled: bool | None = checked(flag)
     """False: decode plainly."""
     acceptance: Literal["coupled", "rejection"] | None = _option(

@@ -11,9 +11,9 @@ from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Literal, get_args
 
-ControllerName = Literal["fixed", "confidence", "adaptive-threshold", "expected-gain"]
+ControllerName = Literal["fixed", "confidence", "adaptive-threshold", "disco", "expected-gain"]
 CONTROLLERS: tuple[str, ...] = get_args(ControllerName)
-WITH_THRESHOLD = ("confidence", "adaptive-threshold")
+WITH_THRESHOLD = ("confidence", "adaptive-threshold", "disco")
 """Controllers that have a threshold."""
 ADAPTIVE = {"alpha": 0.9, "epsilon": 0.01, "beta1": 0.5, "beta2": 0.9}
 """Parameters of `adaptive-threshold`, with the values in Draft & Verify's published code."""
@@ -35,16 +35,21 @@ ALONE = ("heads", "streams")
 """Modules that draft without any of the model's sublayers."""
 StudentName = Literal["exit-block", "heads", "streams", "assistant", "eagle3"]
 
-Role = Literal["controller", "source", "loss", "module", "state"]
+Role = Literal["controller", "source", "drafter", "loss", "module", "state"]
 PLACES: dict[Role, dict[str, str]] = {
     "controller": {
         "fixed": "decoding.controllers:Fixed",
         "confidence": "decoding.controllers:Confidence",
         "adaptive-threshold": "decoding.controllers:AdaptiveThreshold",
+        "disco": "research.disco:Disco",
         "expected-gain": "decoding.expected_gain:ExpectedGain",
         "expected-gain-trees": "research.trees:TreeGain",
     },
-    "source": {"logit-lookup": "research.logit_lookup:LogitLookup"},
+    "source": {
+        "logit-lookup": "research.logit_lookup:LogitLookup",
+        "running-ahead": "research.running_ahead:running_ahead",
+    },
+    "drafter": {"medusa": "research.medusa:load_medusa"},
     "loss": {
         "lk": "training.losses:lk",
         "kl": "research.published_losses:kl",

@@ -102,6 +102,7 @@ def make_controller(
     max_draft_length: int | None = None,
     threshold: float | None = None,
     adaptive: Mapping[str, float] | None = None,
+    classifier: str | None = None,
     costs: Costs | Sequence[Costs],
     priors: Sequence[float] | None = None,
     sampling: bool = False,
@@ -127,6 +128,7 @@ def make_controller(
     idle = {
         "threshold": threshold is not None and "threshold" not in takes,
         "adaptive": not values.keys() <= takes.keys(),
+        "classifier": classifier is not None and "classifier" not in takes,
         "branches": branches and not trees,
     }
     for setting in (each for each, without_effect in idle.items() if without_effect):
@@ -134,6 +136,7 @@ def make_controller(
     if name == "adaptive-threshold" and threshold is None:
         threshold = 0.5 if sampling else 0.8
     values |= {"max_draft_length": max_draft_length, "threshold": threshold}
+    values["classifier"] = classifier
     values |= {"costs": costs, "priors": priors, "ahead": ahead, "now": now}
     how = {each: x for each, x in values.items() if each in takes and x is not None}
     made: Controller = kind(**how)

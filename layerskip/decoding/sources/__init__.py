@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
+from transformers import PretrainedConfig
 
+from layerskip.config.registry import named
 from layerskip.config.skips import SkipConfig
 from layerskip.decoding.sources.assistant import Assistant
 from layerskip.decoding.sources.base import Source
@@ -18,6 +20,17 @@ from layerskip.decoding.sources.trained import TrainedDraft
 from layerskip.model.assistants import is_assistant, load_assistant
 from layerskip.model.eagle_head import Eagle, eagle_config, load_eagle
 from layerskip.model.sublayers import Sublayers
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """A drafter loaded from a checkpoint that makes its own source for a target."""
+
+    def source(self, target: Sublayers, tokens: Sequence[int] | None) -> Source: ...
+
+
+HEADS = (Eagle, Drafter)
+"""What drafts for a model but is no model itself."""
 
 
 def source_of(model: Sublayers, draft: SkipConfig | Source) -> Source:
@@ -42,13 +55,23 @@ def load_drafter(
     Raises:
         ValueError: as for `load_assistant` and `load_eagle`.
     """
+    if drafts_otherwise(source):
+        return named("drafter", "medusa")(source, dtype=dtype).to(device)
     read = load_assistant if eagle_config(source) is None else load_eagle
     return read(source, dtype=dtype).to(device)
 
 
+def drafts_otherwise(source: str | os.PathLike[str]) -> bool:
+    """Whether a folder or a Hub id holds Medusa heads, by its config."""
+    try:
+        return "medusa_num_heads" in PretrainedConfig.get_config_dict(source)[0]
+    except OSError:
+        return False  # whatever loads a model will report the error
+
+
 def second_model(
-    target: Sublayers, model: Sublayers | Eagle, tokens: Sequence[int] | None = None
-) -> Assistant | Official | EagleHead:
+    target: Sublayers, model: Sublayers | Eagle | Drafter, tokens: Sequence[int] | None = None
+) -> Source:
     """Return the source for a second model, the target's official assistant, or a head for it.
 
     Args:
@@ -57,6 +80,8 @@ def second_model(
     Raises:
         ValueError: the official assistant or the head belongs to another model.
     """
+    if isinstance(model, Drafter):
+        return model.source(target, tokens)
     if isinstance(model, Eagle):
         return EagleHead(target, model, tokens)
     if is_assistant(model.model.config):

@@ -1,0 +1,258 @@
+"""Published systems that enter by the public protocols: Medusa's heads, AMUSD, DISCO."""
+
+import copy
+import gc
+import json
+import math
+import random
+import threading
+
+import pytest
+import torch
+from models import lively_model, ragged, tiny_model
+from run_files import drafting, header, record, rounds, write
+from safetensors.torch import save_file
+
+import layerskip
+from layerskip import SkipConfig
+from layerskip.costs.speculation import CostTable
+from layerskip.decoding.controllers import Fixed
+from layerskip.model.sublayers import Sublayers
+from layerskip.research.disco import Classifier, Disco, Draft, features, learn, main
+from layerskip.research.running_ahead import RunningAhead
+
+COSTS = CostTable(0.0, (1.0, 1.1))
+HOW = {"lookup": False, "draft_memory": 0, "costs": COSTS, "max_new_tokens": 40}
+
+
+def medusa_folder(folder, model, heads=3, layers=1, *, suffix=".safetensors", scale=0.3):
+    """A folder as Medusa's authors publish, with random heads near the model's own."""
+    config, torch_seed = model.config, torch.Generator().manual_seed(0)
+    width, own = config.hidden_size, model.get_output_embeddings().weight.detach()
+    weights = {}
+    for k in range(heads):
+        for n in range(layers):
+            noise = torch.randn(width, width, generator=torch_seed, dtype=own.dtype)
+            weights[f"{k}.{n}.linear.weight"] = scale * noise
+            weights[f"{k}.{n}.linear.bias"] = torch.zeros(width, dtype=own.dtype)
+        weights[f"{k}.{layers}.weight"] = own.clone()
+    about = {"medusa_num_heads": heads, "medusa_num_layers": layers, "base_model_name_or_path": "x"}
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(about))
+    file = folder / f"medusa_lm_head{suffix}"
+    save_file(weights, file) if suffix == ".safetensors" else torch.save(weights, file)
+    return weights
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
+@pytest.mark.parametrize("sample", [False, True])
+def test_medusas_heads_draft_what_the_paper_says(suffix, sample, tmp_path):
+    model = tiny_model("llama")
+    weights = medusa_folder(tmp_path, model, layers=2, suffix=suffix)
+    ids, mask = ragged((9, 4), seed=2)
+    how = HOW | {"attention_mask": mask, "do_sample": sample, "seed": 1 if sample else None}
+    plain = layerskip.generate(model, ids, enabled=False, **how)
+    out = layerskip.generate(
+        model, ids, assistant=tmp_path, controller=Fixed(3), max_draft_length=3, **how
+    )
+    assert torch.equal(out.sequences, plain.sequences)
+    assert out.stats.num_draft_tokens > 50
+    if sample:
+        return
+    row, text = 0, ids.shape[1]
+    for drafted in out.rounds[1:]:
+        text += len(out.rounds[drafted.index - 1].tokens[row])
+        if not drafted.drafts[row]:
+            continue
+        known = out.sequences[row : row + 1, :text]
+        state = model.model(known[:, :-1], mask[row : row + 1, :1].new_ones(1, text - 1))
+        state = state.last_hidden_state[0, -1]  # it has drawn the last known token
+        for k, token in enumerate(drafted.drafts[row]):
+            hidden = state
+            for n in range(2):
+                linear = weights[f"{k}.{n}.linear.weight"] @ hidden
+                hidden = hidden + torch.nn.functional.silu(linear)
+            assert token == int((weights[f"{k}.2.weight"] @ hidden).argmax())
+
+
+def test_heads_of_other_models_and_damaged_folders_are_refused(tmp_path):
+    model = tiny_model("llama")
+    wide = {"hidden_size": 40, "num_attention_heads": 5, "num_key_value_heads": 5}
+    for name, damage, says in (
+        ("wide", None, "belong to another model: they map 40 numbers"),
+        ("few", {"medusa_num_heads": 4}, r"not hold the 4 Medusa heads .*3\.0\.linear"),
+        ("cut", b"nothing", "not hold the 3 Medusa heads"),
+        ("gone", b"", r"there must be medusa_lm_head\.safetensors or"),
+    ):
+        folder = tmp_path / name
+        medusa_folder(folder, tiny_model("llama", **wide) if name == "wide" else model)
+        about, file = folder / "config.json", folder / "medusa_lm_head.safetensors"
+        if isinstance(damage, dict):
+            about.write_text(json.dumps(json.loads(about.read_text()) | damage))
+        elif damage is not None:
+            file.write_bytes(damage) if damage else file.unlink()
+        with pytest.raises(ValueError, match=says):
+            layerskip.generate(model, torch.tensor([[5, 6]]), assistant=folder, max_new_tokens=2)
+
+
+class Waiting(Fixed):
+    """Lets the second model finish before every round, so that a test sees all its drafts."""
+
+    def __init__(self, longest):
+        super().__init__(longest)
+        self.runners = []
+
+    def begin(self, context, rows):
+        for runner in self.runners:
+            with runner.changed:
+                runner.changed.wait_for(lambda runner=runner: runner.next_row() is None, 10)
+
+
+@pytest.mark.parametrize("sample", [False, True])
+@pytest.mark.parametrize("lengths", [(9,), (9, 4, 7)])
+def test_a_model_that_runs_ahead_leaves_the_text(lengths, sample, monkeypatch):
+    model = lively_model("llama", vocab_size=24)
+    ids, mask = ragged(lengths, seed=2)
+    ids = torch.where(mask.bool(), ids % 22 + 2, 0)  # (B, W)
+    how = HOW | {"attention_mask": mask, "do_sample": sample, "seed": 1 if sample else None}
+    plain = layerskip.generate(model, ids, enabled=False, **how)
+    source, controller = RunningAhead(Sublayers(copy.deepcopy(model)), longest=5), Waiting(5)
+    opened = source.open
+
+    def open_and_wait(batch):
+        state = opened(batch)
+        controller.runners.append(state.runner)
+        return state
+
+    monkeypatch.setattr(source, "open", open_and_wait)
+    out = layerskip.generate(model, ids, sources=[source], controller=controller, **how)
+    assert torch.equal(out.sequences, plain.sequences)
+    assert out.stats.num_draft_tokens > 20
+    if not sample:  # it is the same model, so all that it drafts is right
+        assert out.stats.num_accepted_tokens == out.stats.num_draft_tokens
+    else:
+        assert 0 < out.stats.num_accepted_tokens < out.stats.num_draft_tokens
+    runners = controller.runners
+    del out
+    gc.collect()
+    for runner in runners:
+        runner.thread.join(10)
+        assert not runner.thread.is_alive()
+
+
+def test_a_model_that_runs_ahead_reports_its_errors():
+    model = lively_model("llama", vocab_size=24)
+    other = Sublayers(copy.deepcopy(model))
+    source = RunningAhead(other)
+    other.feed = lambda *_: 1 / 0
+    ids = torch.tensor([[5, 6, 7]])
+    with pytest.raises(ZeroDivisionError):
+        layerskip.generate(
+            model, ids, sources=[source], controller=Waiting(4), **HOW | {"max_new_tokens": 200}
+        )
+    assert not [each for each in threading.enumerate() if each.name.startswith("running-ahead")]
+
+
+def drawn_drafts(count, chance, seed=0):
+    """Drafts of eight tokens whose acceptance is `chance(confidence, place)`."""
+    draw = random.Random(seed)
+    drafts = []
+    for _ in range(count):
+        sure = [draw.random() for _ in range(8)]
+        right = 0
+        while right < 8 and draw.random() < chance(sure[right], right):
+            right += 1
+        drafts.append(Draft(sure, right))
+    return drafts
+
+
+def test_disco_learns_what_stops_drafts():
+    def chance(confidence, place):
+        weights = (1.0, 2.0, -0.4)
+        total = sum(w * x for w, x in zip(weights, features(confidence, place), strict=True))
+        return 1 / (1 + math.exp(-total))
+
+    costs = CostTable(0.2, (1.0, 1.1))
+    learnt = learn(drawn_drafts(4000, chance), costs, "margin")
+    for confidence in (0.1, 0.5, 0.9):
+        for place in (0, 2):
+            assert learnt.probability(confidence, place) == pytest.approx(
+                chance(confidence, place), abs=0.05
+            )
+    # On other drafts it stops better than any fixed length, and an uninformed one does not.
+    drafts = drawn_drafts(4000, chance, seed=1)
+
+    def rate(classifier):
+        tokens = cost = 0.0
+        for sure, right in drafts:
+            controller = Disco(classifier)
+            length = min(1, controller.limit(0, 8))
+            while length < 8 and controller.keep_drafting(0, sure[length - 1]):
+                length += 1
+            tokens += 1 + min(right, length)
+            cost += costs.round_cost(length)
+        return tokens / cost
+
+    fixed = max(
+        sum(1 + min(right, n) for _, right in drafts) / (len(drafts) * costs.round_cost(n))
+        for n in range(1, 9)
+    )
+    assert rate(learnt) > 1.02 * fixed
+    blind = learnt._replace(weights=(learnt.weights[0], 0.0, 0.0))
+    assert rate(blind) <= 1.001 * fixed
+
+
+def test_disco_decodes_with_a_file_that_it_has_learnt(tmp_path):
+    """As a person would: record, learn, decode; the text stays."""
+    run_file, file = tmp_path / "run.jsonl", tmp_path / "disco.json"
+    one = {"draft": 0.3, "verify": [1.0, 1.1, 1.2], "source": "measured"}
+    method = drafting("self", controller="confidence", costs={"1": one})
+    drafts = drawn_drafts(60, lambda sure, _: sure)
+    told = rounds(*((len(sure), right, right + 1) for sure, right in drafts))
+    told["confidences"] = [[sure] for sure, _ in drafts]
+    new = 1 + sum(right + 1 for _, right in drafts)
+    lines = [header(methods=[method], baseline="self")]
+    lines.append(record("self", rounds=told, new_tokens=[new]))
+    write(run_file, lines)
+    main(run_file, file)
+    model, ids = lively_model("llama", vocab_size=24), torch.tensor([[5, 6, 7]])
+    how = HOW | {"skip": SkipConfig.early_exit(4)}
+    del how["draft_memory"]
+    plain = layerskip.generate(model, ids, enabled=False, **how)
+    out = layerskip.generate(model, ids, controller="disco", classifier=str(file), **how)
+    assert torch.equal(out.sequences, plain.sequences)
+    assert out.stats.num_accepted_tokens > 0
+    with pytest.raises(ValueError, match="disco needs a classifier"):
+        layerskip.generate(model, ids, controller="disco", **how)
+    with pytest.warns(UserWarning, match="classifier has no effect"):
+        layerskip.generate(model, ids, controller="fixed", classifier=str(file), **how)
+
+
+def test_a_second_model_is_taken_over_by_name():
+    model = lively_model("llama", vocab_size=24)
+    ids, second = torch.tensor([[5, 6, 7]]), copy.deepcopy(model)
+    plain = layerskip.generate(model, ids, enabled=False, **HOW)
+    out = layerskip.generate(model, ids, sources=["running-ahead"], assistant=second, **HOW)
+    assert torch.equal(out.sequences, plain.sequences)
+    assert [each.name for each in out.stats.sources] == ["running-ahead"]
+    with pytest.raises(ValueError, match="needs a second model"):
+        layerskip.generate(model, ids, sources=["running-ahead"], **HOW)
+
+
+def test_disco_needs_both_outcomes_and_a_file_of_its_own(tmp_path):
+    with pytest.raises(ValueError, match="accepted and rejected tokens"):
+        learn([Draft([0.5, 0.5], 2)], COSTS, "margin")
+    file = tmp_path / "disco.json"
+    made = Classifier((0.1, 0.2, 0.3), 0.45, "margin")
+    made.save(file)
+    assert Classifier.load(file) == made
+    for text, says in {
+        "{}": "kind is missing",
+        '{"kind": "exits"}': "kind must be 'disco'",
+        "[": "not valid JSON",
+        file.read_text().replace("0.45", "2"): "threshold",
+        file.read_text().replace("margin", "mood"): "signal",
+    }.items():
+        file.write_text(text)
+        with pytest.raises(ValueError, match=rf"the classifier .*: .*{says}"):
+            Classifier.load(file)
