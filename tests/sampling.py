@@ -87,7 +87,7 @@ def exact_law(processors, family):
 def sample_texts(
     processors,
     *,
-    rejection,
+    acceptance,
     family="llama",
     drafts=SKIP.resolve(6),  # noqa: B008
     fickle=False,
@@ -96,6 +96,7 @@ def sample_texts(
     device="cpu",
     dtype=torch.float64,
     rows=500,
+    longest=2,
 ):
     """Counts of texts over seeds 0, 1, ..., and by draft, numbers of drafted and accepted tokens.
 
@@ -112,16 +113,16 @@ def sample_texts(
         run = Decoder(
             model,
             drafts,
-            Fickle(first) if fickle else Fixed(2),
+            Fickle(first) if fickle else Fixed(longest),
             Request(
                 torch.tensor([PROMPT]).expand(rows, -1),
                 torch.ones(rows, len(PROMPT), dtype=torch.long),
                 NEW_TOKENS,
                 Law(PROCESSORS[processors], do_sample=True, rows=rows),
                 [stream_key(first + row) for row in range(rows)],
-                rejection=rejection,
+                acceptance=acceptance,
             ),
-            max_draft_length=2,
+            max_draft_length=longest,
         )
         with torch.no_grad():
             for _ in run.rounds():

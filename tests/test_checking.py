@@ -401,7 +401,13 @@ def test_what_is_left_behind_is_named(monkeypatch, leave):
 )
 def test_rounds_follow_the_target(rejection, draft_seed):
     target, draft = logits(1), logits(draft_seed)
-    first, bonus = draw_rounds(target, draft, rejection=rejection, temperature=0.7, draws=640)
+    first, bonus = draw_rounds(
+        target,
+        draft,
+        acceptance="rejection" if rejection else "coupled",
+        temperature=0.7,
+        draws=640,
+    )
     law = torch.softmax(target.double() / 0.7, -1)
     assert chi_square(first, law) > LEVEL
     assert chi_square(bonus, law) > LEVEL
@@ -425,7 +431,7 @@ def test_wrong_accept_rules_fail(monkeypatch, rule):
     }[rule]
     monkeypatch.setattr(module, name, wrong)
     count = 8192 if rule == "same noise" else 640  # then p = 1e-16, and about 1e-15 for the others
-    first, _ = draw_rounds(target, draft, rejection=True, draws=count)
+    first, _ = draw_rounds(target, draft, acceptance="rejection", draws=count)
     assert chi_square(first, law) < LEVEL
 
 

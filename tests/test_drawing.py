@@ -173,7 +173,7 @@ def decoded(skip, controller, eos=NO_END):
         max_new_tokens=NEW,
         law=sampling(rows=TEXTS),
         keys=[stream_key(seed) for seed in range(TEXTS)],
-        rejection=True,
+        acceptance="rejection",
         eos=eos,
     )
     decoder = Decoder(

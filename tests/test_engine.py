@@ -354,7 +354,7 @@ def test_confidences_are_margins_where_they_are_asked_for(llama, sample, skip, s
 
 
 def test_by_the_rejection_rule_margins_are_not_told(llama):
-    asked = request(sample=True, rejection=True)
+    asked = request(sample=True, acceptance="rejection")
     sure, plain = (play(decoder(llama, asked, controller=kind())) for kind in (Sure, Erratic))
     assert sure == plain
     assert sure[1].signal == "probability"
@@ -365,7 +365,11 @@ def test_by_the_rejection_rule_margins_are_not_told(llama):
 def test_drafts_are_the_same_whether_they_are_read_at_once_or_not(llama, sample, rejection):
     ended = 0
     for end in range(0, VOCABULARY, 48):
-        asked = request(sample=sample, rejection=rejection, eos=frozenset({end, end + 1}))
+        asked = request(
+            sample=sample,
+            acceptance="rejection" if rejection else "coupled",
+            eos=frozenset({end, end + 1}),
+        )
         late, once = (decoder(llama, asked, controller=kind(4)) for kind in (Fixed, Watched))
         for got, want in zip(play(late), play(once), strict=True):
             apart = {"confidences": (), "signal": None, "steps": 0}
@@ -382,7 +386,7 @@ def test_the_host_waits_once_a_round(llama, rejection, spied):
     """This does not see reads of single numbers. On a GPU, test_gpu.py does."""
     reads = spied(live_target, "on_host", lambda *values: len(values))
     lists = spied(torch.Tensor, "tolist", lambda *_: None)
-    asked = request(sample=True, rejection=rejection)
+    asked = request(sample=True, acceptance="rejection" if rejection else "coupled")
     for controller, per_step in ((Script(3, 0, 5), 0), (Watched(4), 1)):
         run = decoder(llama, asked, controller=controller, longest=5)
         reads.clear()
@@ -420,7 +424,7 @@ def test_nan_in_the_draft_alone_only_ends_the_draft(llama):
             return logits * float("nan") if calls["n"] % 2 else logits
 
     for sample, rejection in ((False, False), (True, False), (True, True)):
-        asked = request(sample=sample, rejection=rejection)
+        asked = request(sample=sample, acceptance="rejection" if rejection else "coupled")
         run = Decoder(opened, SKIPS["early exit"].resolve(6), Fixed(3), asked, max_draft_length=3)
         run.passes.__class__ = Overflowing
         play(run)
@@ -576,7 +580,11 @@ def double_in_place(ids, scores):
 def test_what_a_round_gives_is_the_callers_own(processors, rejection, execution):
     """The output does not change while decoding continues, and changing it has no effect."""
     model = lively_model("llama").float()  # float32 tensors are not copied for a cast
-    how = {"sample": True, "processors": processors, "rejection": rejection}
+    how = {
+        "sample": True,
+        "processors": processors,
+        "acceptance": "rejection" if rejection else "coupled",
+    }
     asked = request(**how, keep_scores=True, keep_logits=True)
     kept, copies = [], []
     for round_ in decoder(model, asked, execution=execution).rounds():

@@ -199,7 +199,9 @@ def sampled(source, processors, rejection, execution, folder):
         how |= {"rows": 100}
     if execution == "native":  # short batches get native passes
         how |= {"dtype": torch.float32, "rows": 10}
-    counts, tokens = sampling.sample_texts(processors, rejection=rejection, **how)
+    counts, tokens = sampling.sample_texts(
+        processors, acceptance="rejection" if rejection else "coupled", **how
+    )
     return p_value(counts, processors, family), tokens
 
 

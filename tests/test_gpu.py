@@ -214,7 +214,10 @@ def test_rejection_texts_of_rows_are_those_of_rows_alone(family, device, executi
 @pytest.mark.parametrize("device", [CUDA])  # the CPU's: test_every_kind.py
 def test_texts_follow_the_targets_law(device, execution, rejection):
     counts, ((drafted, accepted),) = sample_texts(
-        "top-p", rejection=rejection, execution=execution, device=device
+        "top-p",
+        acceptance="rejection" if rejection else "coupled",
+        execution=execution,
+        device=device,
     )
     assert 0.1 * drafted < accepted < 0.9 * drafted
     assert p_value(counts, "top-p") > LEVEL
@@ -269,7 +272,7 @@ def test_every_shape_replays_what_was_captured_for_it(device):
 def test_the_host_waits_once_a_round(device, execution, rejection):
     """Counted by the device; on the CPU nothing waits, and test_engine.py counts reads."""
     model = lively_model("llama").to(device)
-    asked = request(sample=True, rejection=rejection)
+    asked = request(sample=True, acceptance="rejection" if rejection else "coupled")
     run = decoder(model, asked, controller=Fixed(4), execution=execution)
     rounds = 0
     with torch.no_grad(), warnings.catch_warnings(record=True) as waits:

@@ -172,7 +172,13 @@ def test_processors_never_see_what_they_forbid():
         how = {"processors": (ByGrammar(),), "sample": True}
         plain = decoded((), Fixed(), **how)
         for mixture in ("lookup", "lookup, exit"):
-            run = decoded(MIXTURES[mixture], Fixed(4), **how, rejection=rejection, keep_scores=True)
+            run = decoded(
+                MIXTURES[mixture],
+                Fixed(4),
+                **how,
+                acceptance="rejection" if rejection else "coupled",
+                keep_scores=True,
+            )
             lookups = run.stats.sources[0]
             assert 0 < lookups.num_accepted_tokens < lookups.num_draft_tokens
             if not rejection:
@@ -222,7 +228,7 @@ def test_peeks_at_what_decides_and_broken_rules_do_not(monkeypatch):
     """Drafting the target's most probable text does no harm; reading the deciding noise does."""
 
     def texts_of(drafts):
-        return sample_texts("none", rejection=True, drafts=drafts, rows=300)
+        return sample_texts("none", acceptance="rejection", drafts=drafts, rows=300)
 
     plain, _ = texts_of(())
     columns = [[text[i] for text in plain.elements()] for i in range(NEW_TOKENS)]

@@ -175,7 +175,7 @@ def test_laws_of_many_rows_need_no_fresh_mappings(sample, rejection):
     draws = Draws(
         Law(processors, do_sample=sample, rows=rows),
         seated([stream_key(0, row) for row in range(rows)], [4] * rows, [[1]] * rows, 4),
-        rule=rule_of(rejection=rejection, sampling=sample),
+        rule=rule_of("rejection" if rejection else "coupled", sampling=sample),
     )
     raw = 3 * torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(0))  # (N, V)
     positions = [(row, 0) for row in range(rows)]

@@ -1,4 +1,4 @@
-"""Published systems that enter by the public protocols: Medusa's heads, AMUSD, DISCO."""
+"""Published systems that enter by the public protocols: Medusa, AMUSD, DISCO, SpecTr."""
 
 import copy
 import gc
@@ -6,8 +6,10 @@ import json
 import math
 import random
 import threading
+from dataclasses import replace
 
 import pytest
+import sampling
 import torch
 from models import lively_model, ragged, tiny_model
 from run_files import drafting, header, record, rounds, write
@@ -15,11 +17,14 @@ from safetensors.torch import save_file
 
 import layerskip
 from layerskip import SkipConfig
+from layerskip.bench.lawtest import chi_square, draw_rounds
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.controllers import Fixed
 from layerskip.model.sublayers import Sublayers
+from layerskip.research import spectr
 from layerskip.research.disco import Classifier, Disco, Draft, features, learn, main
 from layerskip.research.running_ahead import RunningAhead
+from layerskip.serving.scheduler import Serving
 
 COSTS = CostTable(0.0, (1.0, 1.1))
 HOW = {"lookup": False, "draft_memory": 0, "costs": COSTS, "max_new_tokens": 40}
@@ -256,3 +261,76 @@ def test_disco_needs_both_outcomes_and_a_file_of_its_own(tmp_path):
         file.write_text(text)
         with pytest.raises(ValueError, match=rf"the classifier .*: .*{says}"):
             Classifier.load(file)
+
+
+def two_laws(size=20, seed=0):
+    draw = torch.Generator().manual_seed(seed)
+    return [torch.randn(size, generator=draw, dtype=torch.float64) for _ in range(2)]
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_k_seq_accepts_nearly_what_the_best_rule_accepts(count):
+    for seed in range(20):
+        p, q = (each.softmax(-1) for each in two_laws(7, seed))
+        inside = torch.tensor([[i >> k & 1 for k in range(7)] for i in range(128)]).double()
+        cuts = inside @ p + 1 - (inside @ q) ** count  # of all sets of tokens
+        best = spectr.optimal_acceptance(p, q, count)
+        assert best == pytest.approx(float(cuts.min()))
+        ours = spectr.acceptance(p, q, count)
+        assert (1 - 1 / math.e) * best - 1e-9 <= ours <= best + 1e-9
+        if count == 1:
+            assert ours == pytest.approx(float(torch.minimum(p, q).sum()))
+        assert spectr.acceptance(p, p, count) == pytest.approx(1.0)
+
+
+def test_several_independent_drafts_follow_the_target_and_are_accepted_more_often():
+    target, draft = two_laws()
+    p, q = target.softmax(-1), draft.softmax(-1)
+    first, bonus = draw_rounds(target, draft, acceptance="spectr", draws=4000)
+    assert chi_square(first, p) > 0.001
+    assert chi_square(bonus, p) > 0.001
+    share, expected = len(bonus) / len(first), spectr.acceptance(p, q, spectr.CANDIDATES)
+    assert abs(share - expected) < 4 * math.sqrt(expected * (1 - expected) / 4000)
+    assert expected > spectr.acceptance(p, q, 1) + 0.1
+
+
+@pytest.mark.parametrize("wrong", ["each by min(1, p / q)", "the rest by p"])
+def test_wrong_rules_for_several_drafts_are_found(wrong, monkeypatch):
+    """Negative control."""
+    target, draft = two_laws()
+    if wrong == "each by min(1, p / q)":
+        monkeypatch.setattr(spectr, "divisor", lambda p, q, _: (1.0, float(p.minimum(q).sum())))
+    else:
+        rule = replace(spectr.SPECTR, choose=lambda p, *rest: (spectr.k_seq(p, *rest)[0], p))
+        monkeypatch.setattr(spectr, "SPECTR", rule)
+    first, _ = draw_rounds(target, draft, acceptance="spectr", draws=4000)
+    assert chi_square(first, target.softmax(-1)) < 1e-6
+
+
+@pytest.mark.parametrize("skip", [SkipConfig.early_exit(1), SkipConfig(mlp=(1,))])
+@pytest.mark.parametrize("rows", [1, 50])
+def test_texts_follow_the_targets_law_with_several_drafts(skip, rows):
+    counts, tokens = sampling.sample_texts(
+        "top-p", drafts=[skip], acceptance="spectr", rows=rows, longest=6
+    )
+    assert sampling.p_value(counts, "top-p") > sampling.LEVEL
+    assert 0 < tokens[0][1] < tokens[0][0]
+
+
+def test_several_drafts_work_at_every_door():
+    model = lively_model("llama", vocab_size=24)
+    ids, mask = ragged((9, 4), seed=2)
+    ids = torch.where(mask.bool(), ids % 22 + 2, 0)  # (B, W)
+    how = {"attention_mask": mask, "max_new_tokens": 20, "skip": SkipConfig.early_exit(4)}
+    greedy = layerskip.generate(model, ids, acceptance="spectr", do_sample=False, **how)
+    plain = layerskip.generate(model, ids, enabled=False, do_sample=False, **how)
+    assert torch.equal(greedy.sequences, plain.sequences)
+    again = [
+        layerskip.generate(
+            model, ids, acceptance="spectr", controller="fixed", do_sample=True, seed=3, **how
+        )
+        for _ in range(2)
+    ]
+    assert torch.equal(again[0].sequences, again[1].sequences)
+    with pytest.raises(ValueError, match="does not support acceptance 'spectr'"):
+        Serving(model, acceptance="spectr")

@@ -39,7 +39,7 @@ class Spy(Controller):
 def second_tokens():
     """For rows whose first draft token was rejected: the token after the correction."""
     law, keys = Law(do_sample=True, rows=ROWS), [stream_key(5, row) for row in range(ROWS)]
-    rounds = recorded_rounds(TARGET, DRAFT, Spy(), law, keys, longest=3, rejection=True)
+    rounds = recorded_rounds(TARGET, DRAFT, Spy(), law, keys, longest=3, acceptance="rejection")
     first, second = next(rounds), next(rounds)
     return [second.emitted[row][0] for row in range(ROWS) if first.accepted[row] == 0]
 

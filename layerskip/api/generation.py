@@ -90,7 +90,8 @@ class LayerSkipDecoding(Settings):
         adaptive: parameters of "adaptive-threshold" by name: alpha, the target acceptance rate
             (0.9); epsilon, how far a round moves the threshold's target (0.01); beta1 and beta2,
             weights of the old values in the averages of the rate (0.5) and the threshold (0.9).
-        acceptance: "coupled" (default) or "rejection".
+        acceptance: "coupled" (default), "rejection", or "spectr", the rejection rule for several
+            independent drafts of a position.
         branches: whether "expected-gain" has trees verified that include the second-best tokens of
             drafts (the best eight of a module) where these are expected to pay; up to 12 tokens,
             or `max_draft_length`.
@@ -194,7 +195,7 @@ class LayerSkipDecoding(Settings):
             max_new_tokens=max(1, math.ceil(min(limits)) - width),
             law=Law(logits_processor or [], do_sample=config.do_sample, rows=rows),
             keys=[stream_key(*seed) for seed in seeds],
-            rejection=self.acceptance == "rejection",
+            acceptance=self.acceptance,
             eos=frozenset(token for c in eos for token in c.eos_token_id.flatten().tolist()),
             stop=arguments.stop_of(
                 others, scored=bool(config.output_scores), together=0 if alone else rows
@@ -359,7 +360,7 @@ def decode(
         max_new_tokens=max_new_tokens,
         law=arguments.law_of(law, rows, logits_processor),
         keys=[stream_key(*seed) for seed in decoding.row_seeds(rows, do_sample)],
-        rejection=decoding.acceptance == "rejection",
+        acceptance=decoding.acceptance,
         eos=arguments.end_tokens(model, eos_token_id),
         keep_scores=keep_scores,
         keep_logits=keep_scores,

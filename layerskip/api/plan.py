@@ -33,6 +33,7 @@ from layerskip.decoding.controllers import Controller, Fixed, make_controller
 from layerskip.decoding.engine import Decoder, Request
 from layerskip.decoding.expected_gain import AHEAD
 from layerskip.decoding.noise import stream_key
+from layerskip.decoding.rules import rule_of
 from layerskip.decoding.sources import HEADS, load_drafter, second_model, source_of
 from layerskip.decoding.sources.assistant import Assistant
 from layerskip.decoding.sources.base import Source
@@ -131,8 +132,8 @@ class Plan:
             reason = "since this model runs as a whole, and its passes have no branches"
         elif all(source.step_free for source in self.sources):
             reason = "since no draft takes steps of a model"
-        elif request.rejection and request.law.do_sample:
-            reason = "under the rejection rule, which accepts one draft per position"
+        elif not request.rule.shares_noise:
+            reason = f"under the rule {request.rule.name}, which has its own way to draft"
         elif request.law.reads_history:
             reason = "with logits processors that read the text, since it differs between branches"
         if reason is not None:
@@ -164,7 +165,7 @@ class Plan:
             return [replace(table, draft=0.0) if each.step_free else table for each, table in pairs]
         if settings.controller != DEFAULT_CONTROLLER:
             return [None] * len(sources)
-        if request.rejection and request.law.do_sample:
+        if not request.rule.shares_noise:
             return [by_bytes(model, source) for source in sources]
         return cost_tables(model, sources, request, seconds=seconds)
 
@@ -243,7 +244,7 @@ def open_plan(
     opened = sublayers_of(model, settings.execution)
     if encoded is not None:
         opened = opened.reading(encoded)
-    rejection = sampling and settings.acceptance == "rejection"
+    rejection = not rule_of(settings.acceptance, sampling=sampling).independent
     if not settings.enabled:
         return Plan(opened, settings)
     if opened.encoder or isinstance(settings.assistant, nn.Module):  # that may change unnoticed

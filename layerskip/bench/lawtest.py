@@ -60,7 +60,7 @@ class Recorded:
         self.rows, self.lengths = dict[int, int](), [1] * rows
         batch: Any = self
         self.states, self.sources = [State(batch)], [SimpleNamespace(name="recorded", longest=None)]
-        self.model = SimpleNamespace(branches=False, device=target.device, vocabulary=len(target))
+        self.model = SimpleNamespace(branches=True, device=target.device, vocabulary=len(target))
         self.cache = SimpleNamespace(slots=sys.maxsize)
 
     def prefill(self, *_: Any) -> Tensor:
@@ -73,7 +73,7 @@ class Recorded:
     def draft_step(self, tokens: Tensor, offset: int, draft: int) -> Tensor:
         return self.draft.expand(len(tokens), -1)  # (R, V)
 
-    def verify(self, tokens: Tensor, positions: Sequence[Position], parents: None) -> Tensor:
+    def verify(self, tokens: Tensor, positions: Sequence[Position], parents: object) -> Tensor:
         return self.target.expand(len(positions), -1)  # (N, V)
 
     def commit(self, row: int, emitted: Sequence[int], path: Sequence[int]) -> None:
@@ -88,7 +88,7 @@ def recorded_rounds(
     keys: Sequence[int],
     *,
     longest: int,
-    rejection: bool,
+    acceptance: str,
 ) -> Iterator[Outcome]:
     """Run rounds with the engine's own loop, one row per noise-stream key, after its first token.
 
@@ -102,7 +102,7 @@ def recorded_rounds(
         Seat([], 1, sys.maxsize, key=key, number=row, history=history, remembers=False)
         for row, key in enumerate(keys)
     ]
-    rule = rule_of(rejection=rejection, sampling=law.do_sample)
+    rule = rule_of(acceptance, sampling=law.do_sample)
     draws = Draws(law, seats, rule=rule)
     recorded = LiveTarget(passes, seats, [draws] * len(keys), rule)
     loop = Loop(recorded, controller, seats, longest=longest)
@@ -115,7 +115,7 @@ def draw_rounds(
     target: Tensor,
     draft: Tensor,
     *,
-    rejection: bool,
+    acceptance: str,
     temperature: float = 1.0,
     draws: int = DRAWS,
     seed: int = 0,
@@ -124,7 +124,7 @@ def draw_rounds(
 
     Args:
         target, draft: raw logits at one position, (V,).
-        rejection: use the rejection rule instead of coupled draws.
+        acceptance: the acceptance rule.
 
     Returns:
         The first emitted token of every round, and the bonus tokens of those that had one. Both
@@ -132,7 +132,15 @@ def draw_rounds(
     """
     law = Law([TemperatureLogitsWarper(temperature)], do_sample=True, rows=draws)
     keys = [stream_key(seed, row) for row in range(draws)]
-    rounds = recorded_rounds(target, draft, Fixed(1), law, keys, longest=1, rejection=rejection)
+    rounds = recorded_rounds(
+        target,
+        draft,
+        Fixed(1),
+        law,
+        keys,
+        longest=rule_of(acceptance, sampling=True).candidates,
+        acceptance=acceptance,
+    )
     emitted = next(rounds).emitted.values()
     return [tokens[0] for tokens in emitted], [tokens[1] for tokens in emitted if len(tokens) > 1]
 
@@ -179,7 +187,7 @@ def law_tests(
             for tokens in draw_rounds(
                 target,
                 draft,
-                rejection=rule == "rejection",
+                acceptance=rule,
                 temperature=temperature,
                 draws=DRAWS,
                 seed=seed + number,

@@ -173,7 +173,7 @@ class Engine:
         configs have their own costs, the measured ones are used for predictions only.
         """
         brought = self.skip is not None and self.skip.costs is not None
-        rejects = self.task.do_sample and self.task.acceptance == "rejection"
+        rejects = self.task.do_sample and self.task.acceptance != "coupled"
         if brought or rejects or len(self.skips) > 1:
             return None
         return self.prices.get(costs_key(batch.rows, batch.context))

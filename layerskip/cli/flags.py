@@ -304,7 +304,7 @@ class Sampling(Flags):
         "K",
         min=0,
     )
-    acceptance: Literal["coupled", "rejection"] | None = of_option("acceptance")
+    acceptance: Literal["coupled", "rejection", "spectr"] | None = of_option("acceptance")
 
     def checked(self, talk: Talk, seed: int | None = None) -> Self:
         """Return these flags with sampling on or off as --temperature says.

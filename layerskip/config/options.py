@@ -68,8 +68,8 @@ class DecodingOptions:
     """The file of a classifier that stops drafts (see `layerskip.research.disco`)."""
     enabled: bool | None = checked(flag)
     """False: decode plainly."""
-    acceptance: Literal["coupled", "rejection"] | None = _option(
-        schema.one_of("coupled", "rejection"),
+    acceptance: Literal["coupled", "rejection", "spectr"] | None = _option(
+        schema.one_of("coupled", "rejection", "spectr"),
         "Acceptance rule for drafts when sampling.  [default: coupled]",
     )
     draft_vocabulary: tuple[int, ...] | None = checked(schema.token_list, repr=False)

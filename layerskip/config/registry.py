@@ -35,7 +35,7 @@ ALONE = ("heads", "streams")
 """Modules that draft without any of the model's sublayers."""
 StudentName = Literal["exit-block", "heads", "streams", "assistant", "eagle3"]
 
-Role = Literal["controller", "source", "drafter", "loss", "module", "state"]
+Role = Literal["controller", "source", "rule", "drafter", "loss", "module", "state"]
 PLACES: dict[Role, dict[str, str]] = {
     "controller": {
         "fixed": "decoding.controllers:Fixed",
@@ -49,6 +49,7 @@ PLACES: dict[Role, dict[str, str]] = {
         "logit-lookup": "research.logit_lookup:LogitLookup",
         "running-ahead": "research.running_ahead:running_ahead",
     },
+    "rule": {"spectr": "research.spectr:SPECTR"},
     "drafter": {"medusa": "research.medusa:load_medusa"},
     "loss": {
         "lk": "training.losses:lk",

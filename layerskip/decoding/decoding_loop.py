@@ -179,11 +179,12 @@ class Loop:
 
     def _proposal(self, source: int, row: int) -> Proposal:
         target, seat = self.target, self.seats[row]
-        most = draft_limit(self.longest, seat.left, target.room(row))
+        longest = self.longest // target.rule.candidates  # of several tokens of a position
+        most = draft_limit(longest, seat.left, target.room(row))
         proposal = target.offer(source, row, most)
         if not proposal.tokens:
             return proposal
-        if proposal.parents is not None and not target.branches:
+        if proposal.parents is not None and (target.rule.trees or not target.branches):
             proposal = proposal.some(trunk(proposal.parents))
         if proposal.length > most:
             proposal = proposal.some(range(1, most + 1))
@@ -191,9 +192,14 @@ class Loop:
 
     def _draft(self, plans: Mapping[int, RowPlan]) -> DraftedTokens:
         """Collect tokens that need no step, up to each row's limit, and take steps for the rest."""
-        trees = self._trees = self.controller.trees if self.signal == "margin" else None
-        if trees is not None and not self.target.branches:
-            trees = self._trees = None
+        rule, trees = self.target.rule, None
+        if rule.trees is not None:
+            trees = rule.trees()
+        elif self.signal == "margin":
+            trees = self.controller.trees
+        if not self.target.branches:
+            trees = None
+        self._trees = trees
         drafts = DraftedTokens.of(len(self.seats))
         stepping: dict[int, list[int]] = {}  # by source, the rows of its steps
         for row, plan in plans.items():
@@ -211,11 +217,13 @@ class Loop:
             )
         for source, rows in stepping.items():
             state, ask = self.target.states[source], StepRequest(source, self.signal)
-            if trees is None or state is None:
+            # Rows of a shared prefix cannot branch if they stop early, which depends on candidates.
+            uneven = rule.trees is not None and len(rows) > 1 and state is not None and state.prefix
+            if trees is None or state is None or uneven:
                 drafts.kept_steps = self._take_steps(drafts, ask, rows, plans)
             else:
                 trees.begin([seat.eos for seat in self.seats], self.longest, state)
-                ask = ask._replace(best=state.best)
+                ask = ask._replace(best=state.best if rule.trees is None else rule.candidates)
                 drafts.kept_steps = self._take_steps(drafts, ask, rows, plans, trees.see)
                 self._branch_out(drafts, rows, state, trees)
         return drafts
@@ -248,8 +256,8 @@ class Loop:
                     if ask.signal is not None:
                         sure = result.confidences[i]
                         drafts.confidences[row].append(sure)
-                        if see is not None:
-                            see(row, result.tokens[i], sure)
+                    if see is not None:
+                        see(row, result.tokens[i], sure)
                 drafts.lengths[row] += 1
                 if (
                     token not in self.seats[row].eos

@@ -6,10 +6,11 @@ Shapes: B rows, N positions, V vocabulary, W width of the padded prompts.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from itertools import accumulate, chain
+from itertools import accumulate, chain, islice
 from typing import NamedTuple
 
 import torch
@@ -86,6 +87,15 @@ class DraftedTokens:
             parents = self.parents.get(row, ())
             followed.append([ROOT, *parents, *range(len(parents), most)])
         return followed
+
+    def nodes(self, positions: Sequence[Position]) -> list[int]:
+        """The node of each position, all of a row with branches, which have the depth instead."""
+        seen: Counter[int] = Counter()
+        nodes = []
+        for row, offset in positions:
+            nodes.append(seen[row] if row in self.parents else offset)
+            seen[row] += 1
+        return nodes
 
     def at(self, positions: Sequence[Position]) -> list[int]:
         """The index of each position among those of all steps, -1 for none."""
@@ -211,7 +221,10 @@ class Draws:
             else:
                 token = rules.largest(noisy)
             drawn.append(token)
-            if best > 1:
+            if best > 1 and self.rule.candidates > 1:
+                further = [self._noisy(scores, some, noise.DRAFT, k) for k in range(1, best)]
+                others.append(torch.stack([rules.largest(each) for each in further], 1))
+            elif best > 1:
                 others.append(rules.runners_up(noisy, token, best - 1))
             if not self.rule.shares_noise:
                 laws += softmax_law(scores).unbind()
@@ -293,8 +306,11 @@ class Draws:
         if self.native is not None and not keep:
             return VerifiedTokens(None, self._drawn(self.native, raw, positions)[0], None)
         accepted, drawn, kept = [], [], []
+        nodes = iter([] if drafts is None else drafts.nodes(positions))
         for scores, some in self._pieces(raw, positions):  # (n, V)
-            if not self.rule.shares_noise and drafts is not None:
+            if self.rule.choose is not None and drafts is not None:
+                token = self._choose(drafts, some, [*islice(nodes, len(some))], scores)
+            elif not self.rule.shares_noise and drafts is not None:
                 stays, token = self._reject(drafts, some, scores)
                 accepted.append(stays)
             else:
@@ -336,10 +352,12 @@ class Draws:
     def _draw(self, scores: Tensor, positions: Sequence[Position]) -> Tensor:
         return rules.largest(self._noisy(scores, positions, noise.TARGET))
 
-    def _noisy(self, scores: Tensor, positions: Sequence[Position], purpose: int) -> Tensor:
+    def _noisy(
+        self, scores: Tensor, positions: Sequence[Position], purpose: int, candidate: int = 0
+    ) -> Tensor:
         if self.greedy:
             return scores
-        keys, places = self._stream(positions)
+        keys, places = self._stream(positions, candidate)
         if purpose == noise.TARGET:
             drawn = torch.stack(self.noise.at(keys, places, scores))  # (N, V)
         else:
@@ -352,14 +370,56 @@ class Draws:
             place = seat.prompt_length + len(seat.emitted)
             self.noise.forget(seat.key, None if seat.finished else place)
 
-    def _stream(self, positions: Sequence[Position]) -> tuple[list[int], list[int]]:
-        """Noise-stream key and position (without pads) of the token drawn at each position."""
+    def _stream(
+        self, positions: Sequence[Position], candidate: int = 0
+    ) -> tuple[list[int], list[int]]:
+        """Noise-stream key and position (without pads) of the token drawn at each position.
+
+        Further candidates of a position have streams of their own.
+        """
         keys, places = [], []
         for row, offset in positions:
             seat = self.seats[row]
-            keys.append(seat.key)
+            keys.append(noise.stream_key(seat.key, candidate) if candidate else seat.key)
             places.append(seat.prompt_length + len(seat.emitted) + offset)
         return keys, places
+
+    def _choose(
+        self,
+        drafts: DraftedTokens,
+        positions: Sequence[Position],
+        nodes: Sequence[int],
+        scores: Tensor,
+    ) -> Tensor:
+        """The tokens (N,) of a rule that chooses among candidates, on scores (N, V).
+
+        Args:
+            nodes: of each position in its row's tree, where `positions` have the depth.
+        """
+        assert self.rule.choose is not None
+        p = softmax_law(scores)  # (N, V)
+        tokens, final = [], []
+        for i, ((row, depth), node, at) in enumerate(
+            zip(positions, nodes, drafts.at(positions), strict=True)
+        ):
+            drafted = drafts.tokens[row]
+            parents = drafts.parents.get(row, range(len(drafted)))
+            some = [token for token, parent in zip(drafted, parents, strict=True) if parent == node]
+            token, rest = -1, p[i]
+            if some:
+                streams = [self._stream([(row, depth)], number) for number in range(len(some))]
+                keys, places = ([each for (each,) in part] for part in zip(*streams, strict=True))
+                uniforms = noise.accept_uniform(keys, places, p.device)  # (K,)
+                if row in drafts.step_free:  # certain of its token
+                    q = torch.zeros_like(rest).index_fill_(0, on_device(some, p.device), 1.0)
+                else:
+                    q = drafts.laws[at]
+                token, rest = self.rule.choose(rest, q, some, uniforms)
+            tokens.append(token)
+            final.append(rest)
+        drawn = self._draw(torch.stack(final).log(), positions)  # (N,)
+        chosen = on_device(tokens, p.device)  # (N,)
+        return torch.where(chosen < 0, drawn, chosen)
 
     def _reject(
         self, drafts: DraftedTokens, positions: Sequence[Position], scores: Tensor

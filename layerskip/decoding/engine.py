@@ -53,7 +53,7 @@ class Request:
     max_new_tokens: int
     law: Law
     keys: Sequence[int] = ()
-    rejection: bool = False
+    acceptance: str = "coupled"
     eos: frozenset[int] = frozenset()
     stop: Stop | None = None
     keep_scores: bool = False
@@ -65,7 +65,7 @@ class Request:
 
     @property
     def rule(self) -> Rule:
-        return rule_of(rejection=self.rejection, sampling=self.law.do_sample)
+        return rule_of(self.acceptance, sampling=self.law.do_sample)
 
 
 class Decoder:

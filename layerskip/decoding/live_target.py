@@ -142,7 +142,11 @@ class LiveTarget:
             at, tokens = self._beside
             column = min(step, tokens.shape[1] - 1)
             self._feed = self._feed.index_copy(0, at, tokens[:, column : column + 1])
-        reads = ask.signal is not None or any(self.draws[row].reads_history for row in rows)
+        reads = (
+            ask.signal is not None
+            or ask.best > 1
+            or any(self.draws[row].reads_history for row in rows)
+        )
         drafts.unread = not reads
         if not reads:
             return None

@@ -7,12 +7,15 @@ Shapes: N positions, V vocabulary.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from layerskip.config.registry import named
 from layerskip.decoding.noise import TILE
 
 
@@ -26,6 +29,10 @@ class Rule:
         branches: whether drafts may branch.
         several_laws: whether rows with different laws may share a pass.
         independent: whether a text is the same whatever is drafted for it, or decoded beside it.
+        candidates: number of independent drafts of a position.
+        trees: makes what arranges several candidates (see `layerskip.research.spectr`).
+        choose: from p, q (V,), the candidates and a uniform number for each, (K,), returns the one
+            that is accepted, or -1, and the distribution to draw from in that case, (V,).
     """
 
     name: str
@@ -33,6 +40,9 @@ class Rule:
     branches: bool
     several_laws: bool
     independent: bool
+    candidates: int = 1
+    trees: Callable[[], Any] | None = None
+    choose: Callable[[Tensor, Tensor, Sequence[int], Tensor], tuple[int, Tensor]] | None = None
 
 
 COUPLED = Rule("coupled", shares_noise=True, branches=True, several_laws=True, independent=True)
@@ -41,9 +51,12 @@ REJECTION = Rule(
 )
 
 
-def rule_of(*, rejection: bool, sampling: bool) -> Rule:
+def rule_of(acceptance: str, *, sampling: bool) -> Rule:
     """The rule of a request; greedy drafts are accepted where they equal the target's tokens."""
-    return REJECTION if rejection and sampling else COUPLED
+    if acceptance == "coupled" or not sampling:
+        return COUPLED
+    rule: Rule = REJECTION if acceptance == "rejection" else named("rule", acceptance)
+    return rule
 
 
 def largest(scores: Tensor) -> Tensor:

@@ -208,7 +208,9 @@ class TextBatch:
         self.draws = Draws(
             Law(trace.law.processors, do_sample=trace.law.do_sample, rows=len(texts)),
             self.seats,
-            rule=rule_of(rejection=trace.rejection, sampling=trace.law.do_sample),
+            rule=rule_of(
+                "rejection" if trace.rejection else "coupled", sampling=trace.law.do_sample
+            ),
         )
         self.scores = self.draws.scores
 

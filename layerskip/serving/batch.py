@@ -53,10 +53,10 @@ class ServingBatch:
             if settings.get(name):
                 raise ValueError(f"serving does not support the setting {name}; leave it out")
         decoding = LayerSkipDecoding(**settings)
-        if not rule_of(rejection=decoding.acceptance == "rejection", sampling=True).independent:
+        if not rule_of(decoding.acceptance, sampling=True).independent:
             raise ValueError(
-                "serving does not support acceptance 'rejection': a text would depend on others "
-                "in the batch; use 'coupled'"
+                f"serving does not support acceptance {decoding.acceptance!r}: a text would depend "
+                "on others in the batch; use 'coupled'"
             )
         opened = sublayers_of(model, decoding.execution)
         if opened.encoder:  # make places for encoder states, which come with the texts
