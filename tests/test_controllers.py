@@ -25,12 +25,15 @@ from layerskip.decoding.acceptance import PRIOR, PRIOR_ROUNDED
 from layerskip.decoding.controller import Chooser, Controller, Offer, completed, signal_of
 from layerskip.decoding.controllers import Fixed, make_controller
 from layerskip.decoding.expected_gain import ExpectedGain
+from layerskip.research.disco import Classifier
 
 COSTS = CostTable(0.2, (1.0, 1.1, 1.2))
 
 
-def make(name):
-    return completed(make_controller(name, costs=COSTS))
+def make(name, **how):
+    if name == "disco":
+        how["classifier"] = Classifier((1.0, 1.0, 0.0), 0.5, "margin")
+    return completed(make_controller(name, costs=COSTS, **how))
 
 
 def limits_of(controller, allowed):
@@ -135,7 +138,7 @@ def test_rows_of_published_rules_do_not_disturb_each_other(name):
 
 @pytest.mark.parametrize("name", CONTROLLERS)
 def test_the_longest_draft_is_kept(name):
-    controller = make_controller(name, max_draft_length=3, costs=COSTS)
+    controller = make(name, max_draft_length=3)
     controller.reset(1)
     draws = random.Random(0)
     assert max(play_round(controller, 0, 20, draws) for _ in range(50)) == 3
@@ -145,7 +148,7 @@ def test_the_longest_draft_is_kept(name):
 def test_a_threshold_without_effect_warns(name):
     told = pytest.warns(UserWarning, match=f"threshold has no effect on the controller '{name}'")
     with nullcontext() if name in WITH_THRESHOLD else told:
-        make_controller(name, threshold=0.5, costs=COSTS)
+        make(name, threshold=0.5)
 
 
 def test_needs_and_signals_of_controllers():
