@@ -133,7 +133,7 @@ class Plan:
         elif all(source.step_free for source in self.sources):
             reason = "since no draft takes steps of a model"
         elif not request.rule.shares_noise:
-            reason = f"under the rule {request.rule.name}, which has its own way to draft"
+            reason = f"under the {request.rule.name} rule, which arranges drafts in its own way"
         elif request.law.reads_history:
             reason = "with logits processors that read the text, since it differs between branches"
         if reason is not None:
