@@ -26,7 +26,7 @@ from layerskip.cli import main as cli
 from layerskip.cli.benchmark import _table
 from layerskip.cli.flags import PANELS, Decoding, Loading
 from layerskip.cli.terminal import PATIENCE, Talk, aligned, reading
-from layerskip.config.registry import CONTROLLERS
+from layerskip.config.registry import names
 from layerskip.config.skips import DecodingOptions, SkipConfig
 from layerskip.decoding.noise import stream_key
 from layerskip.decoding.passes import Passes
@@ -627,7 +627,7 @@ def test_options_of_decoding_are_flags_of_every_command_that_decodes():
 
 def test_choices_are_those_of_the_library():
     hints = get_type_hints(Decoding) | get_type_hints(Loading)
-    assert set(get_args(get_args(hints["controller"])[0])) == set(CONTROLLERS)
+    assert set(get_args(get_args(hints["controller"])[0])) == set(names("controller"))
     assert get_args(hints["dtype"]) == DTYPES
     assert set(get_args(hints["execution"])) == set(EXECUTIONS)
 

@@ -13,7 +13,7 @@ from statistics import fmean
 import pytest
 from marks import thorough
 
-from layerskip.config.registry import CONTROLLERS, WITH_THRESHOLD
+from layerskip.config.registry import LEARNT, WITH_THRESHOLD, names
 from layerskip.costs.speculation import (
     ContextCosts,
     CostTable,
@@ -27,11 +27,13 @@ from layerskip.decoding.controllers import Fixed, make_controller
 from layerskip.decoding.expected_gain import ExpectedGain
 from layerskip.research.disco import Classifier
 
+CONTROLLERS = names("controller")
+
 COSTS = CostTable(0.2, (1.0, 1.1, 1.2))
 
 
 def make(name, **how):
-    if name == "disco":
+    if name in LEARNT:
         how["classifier"] = Classifier((1.0, 1.0, 0.0), 0.5, "margin")
     return completed(make_controller(name, costs=COSTS, **how))
 

@@ -65,7 +65,10 @@ def folder(tmp_path):
 
 
 def test_names_are_those_of_the_package_behind_ours(package):
-    own, added = registry.CONTROLLERS, ("guesses", "of-model", "no-source", "broken")
+    own, added = (
+        registry.CONTROLLERS + registry.LEARNT,
+        ("guesses", "of-model", "no-source", "broken"),
+    )
     assert registry.names("controller") == (*own, "two-at-most", "broken")
     assert registry.names("source") == (*registry.PLACES["source"], *added)
     assert registry.names("loss") == tuple(registry.PLACES["loss"])

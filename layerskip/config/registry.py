@@ -11,8 +11,11 @@ from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Literal, get_args
 
-ControllerName = Literal["fixed", "confidence", "adaptive-threshold", "disco", "expected-gain"]
+ControllerName = Literal["fixed", "confidence", "adaptive-threshold", "expected-gain"]
 CONTROLLERS: tuple[str, ...] = get_args(ControllerName)
+"""Controllers that need nothing."""
+LEARNT = ("disco",)
+"""Controllers that need a classifier."""
 WITH_THRESHOLD = ("confidence", "adaptive-threshold", "disco")
 """Controllers that have a threshold."""
 ADAPTIVE = {"alpha": 0.9, "epsilon": 0.01, "beta1": 0.5, "beta2": 0.9}
@@ -82,7 +85,7 @@ def installed(role: Role) -> dict[str, EntryPoint]:
 
 def names(role: Role) -> tuple[str, ...]:
     """The names of a role that users choose from."""
-    own = CONTROLLERS if role == "controller" else PLACES[role]
+    own = CONTROLLERS + LEARNT if role == "controller" else PLACES[role]
     return (*own, *installed(role))
 
 
