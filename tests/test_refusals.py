@@ -102,7 +102,10 @@ REFUSED = {
         (lambda: DecodingOptions(controller=""), "controller must not be empty"),
         (lambda: DecodingOptions(max_draft_length=0), "max_draft_length must be 1 or more, got 0"),
         (lambda: DecodingOptions(threshold=1.5), r"threshold must be in 0\.\.1, got 1.5"),
-        (lambda: DecodingOptions(acceptance="exact"), "'coupled' or 'rejection' or 'spectr', got 'exact'"),
+        (
+            lambda: DecodingOptions(acceptance="exact"),
+            "'coupled' or 'rejection' or 'spectr', got 'exact'",
+        ),
         (lambda: LayerSkipDecoding(draft_memory=-1), "draft_memory must be 0 or more, got -1"),
         (lambda: LowPrecision(bits=6), "bits must be 8 or 4, got 6"),
         (lambda: replace(TRAINED, kind="eagle"), "kind must be 'exit-block' or .*, got 'eagle'"),
