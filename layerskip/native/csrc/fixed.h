@@ -12,9 +12,7 @@
 #pragma once
 
 #include <algorithm>
-#include <array>
 #include <limits>
-#include <utility>
 #include <vector>
 
 #include "codes.h"
@@ -226,21 +224,17 @@ void by_vectors(const Shape& shape, const uint8_t* panel, int64_t first, int64_t
     for (int p = 0; p < PANELS; ++p) integers::store(totals[t][p], out + t * stride + p * ROWS);
 }
 
-// Indexed by the tokens of a step, less `LEAST`.
-template <typename F, int PANELS, bool DOTS, typename Shape, int LEAST, int... COUNT>
-constexpr auto stepping(std::integer_sequence<int, COUNT...>) {
-  return std::array{by_vectors<F, PANELS, COUNT + LEAST, DOTS, Shape>...};
-}
-template <typename F, int PANELS, bool DOTS, typename Shape, int LEAST, int MOST>
-constexpr auto STEPS =
-    stepping<F, PANELS, DOTS, Shape, LEAST>(std::make_integer_sequence<int, MOST - LEAST + 1>());
-
 // The function for a step of `count` tokens and some panels.
 template <typename F, bool DOTS, typename Shape>
 auto step_for(int64_t count, int64_t panels) {
-  if (panels == SIDE) return STEPS<F, SIDE, DOTS, Shape, 1, 1>[0];
-  if (panels == 2) return STEPS<F, MANY_REGISTERS ? 2 : 1, DOTS, Shape, 2, MOST<F>>[count - 2];
-  return STEPS<F, 1, DOTS, Shape, 1, MOST<F>>[count - 1];
+  auto found = by_vectors<F, SIDE, 1, DOTS, Shape>;
+  if (panels == SIDE) return found;
+  with_constant<MOST<F>>(count, [&](auto tokens) {
+    constexpr int PAIR = MANY_REGISTERS && tokens > 1 ? 2 : 1;
+    found = panels == 2 ? by_vectors<F, PAIR, tokens, DOTS, Shape>
+                        : by_vectors<F, 1, tokens, DOTS, Shape>;
+  });
+  return found;
 }
 
 // Memory for sums, which a thread keeps.

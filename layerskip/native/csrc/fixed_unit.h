@@ -2,6 +2,11 @@
 
 #pragma once
 
+#include <algorithm>
+#include <array>
+#include <utility>
+#include <vector>
+
 #include "fixed.h"
 #include "unit.h"
 

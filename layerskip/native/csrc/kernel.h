@@ -391,17 +391,12 @@ struct Kernel {
   }
 
   template <int WIDE, bool LIE, bool AHEAD>
-  static void weigh_all(int count, const float* values, int64_t stride, int64_t steps,
+  static void weigh_all(int64_t count, const float* values, int64_t stride, int64_t steps,
                         const float* powers, float* out, int64_t out_stride, Ahead<S> ahead,
                         bool more) {
-    switch (count) {
-#define SOME(N)                                                                                 \
-  case N:                                                                                       \
-    weigh<N, WIDE, LIE, AHEAD>(values, stride, steps, powers, out, out_stride, ahead, more);    \
-    break;
-      SOME(1) SOME(2) SOME(3) SOME(4) SOME(5) SOME(6)
-#undef SOME
-    }
+    with_constant<WEIGHING>(count, [&](auto queries) {
+      weigh<queries, WIDE, LIE, AHEAD>(values, stride, steps, powers, out, out_stride, ahead, more);
+    });
   }
 
   // Turns scores into exponentials of their difference to the largest score. Returns that score and
@@ -494,12 +489,8 @@ struct Kernel {
         for (int64_t j = from; j < to; j += ASKING) {
           const float* x = q + j * deep;
           float* out = scores + j * SEGMENT + place + s;
-          switch (std::min<int64_t>(ASKING, to - j)) {
-#define SOME(N) \
-  case N: ask<N>(line, deep, x, out); break;
-            SOME(1) SOME(2) SOME(3) SOME(4) SOME(5) SOME(6)
-#undef SOME
-          }
+          with_constant<ASKING>(std::min<int64_t>(ASKING, to - j),
+                                [&](auto some) { ask<some>(line, deep, x, out); });
         }
       }
     };
@@ -535,7 +526,7 @@ struct Kernel {
       for (int64_t j = from; lying && j < to; j += WEIGHING)
         for (int64_t i = 0; i < wide; i += SPAN * LANES) {
           const auto weigh = j == from ? weigh_all<SPAN, true, true> : weigh_all<SPAN, true, false>;
-          weigh(static_cast<int>(std::min<int64_t>(WEIGHING, to - j)),
+          weigh(std::min<int64_t>(WEIGHING, to - j),
                 reinterpret_cast<const float*>(values + i), wide, lying / PACK,
                 scores + j * SEGMENT + place / PACK, parts + j * size + 2 + i, size,
                 ahead.behind(i * PACK), place > 0);
@@ -547,7 +538,7 @@ struct Kernel {
       }
       const int64_t steps = (slots - lying + PACK - 1) / PACK;
       for (int64_t j = from; j < to; j += WEIGHING) {
-        const int some = static_cast<int>(std::min<int64_t>(WEIGHING, to - j));
+        const int64_t some = std::min<int64_t>(WEIGHING, to - j);
         const float* powers = scores + j * SEGMENT + (place + lying) / PACK;
         if (j > from) next = nullptr;  // prefetch the next segment only once
         for (int64_t i = 0; i < wide;) {

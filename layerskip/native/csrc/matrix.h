@@ -133,29 +133,21 @@ Matrix stored_matrix(Tensor bytes, std::optional<Tensor> bias, const std::string
   return made;
 }
 
-// Calls `take(row, numbers)` with the unpacked rows of a file, from several threads.
-template <typename Take>
-void each_row(const Tensor& rows, const panels::Layout& layout, const Take& take) {
-  const uint8_t* from = numbers<uint8_t>(rows);
-  const int64_t grain = 1 + (1 << 16) / layout.columns;
-  at::parallel_for(0, rows.size(0), grain, [&](int64_t first, int64_t last) {
-    std::vector<float> room(layout.columns);
-    for (int64_t row = first; row < last; ++row) {
-      layout.format->unpack(layout, from + row * layout.row_bytes, room.data());
-      take(row, room);
-    }
-  });
-}
-
 // The rows of a file unpacked to float32 (rows, columns), their columns in the order of the inputs.
 Tensor unpacked(const Tensor& rows, const std::string& format, int64_t columns, int64_t group,
                 const std::optional<Tensor>& by) {
   const Tensor out = at::empty({rows.size(0), columns}, at::kFloat);
   auto* to = static_cast<float*>(out.data_ptr());
+  const auto* from = numbers<uint8_t>(rows);
   const int32_t* order = numbers<int32_t>(by);
   const auto layout = layout_of(rows, format, columns, group);
-  each_row(rows, layout, [&](int64_t row, const std::vector<float>& made) {
-    for (int64_t i = 0; i < columns; ++i) to[row * columns + (order ? order[i] : i)] = made[i];
+  const int64_t grain = 1 + (1 << 16) / layout.columns;
+  at::parallel_for(0, rows.size(0), grain, [&](int64_t first, int64_t last) {
+    std::vector<float> made(layout.columns);
+    for (int64_t row = first; row < last; ++row) {
+      layout.format->unpack(layout, from + row * layout.row_bytes, made.data());
+      for (int64_t i = 0; i < columns; ++i) to[row * columns + (order ? order[i] : i)] = made[i];
+    }
   });
   return out;
 }

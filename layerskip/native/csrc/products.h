@@ -261,6 +261,14 @@ constexpr int ROWS_WITH = MANY_REGISTERS   ? (TOKENS <= 2 ? 8 : TOKENS <= 6 ? 4 
                           : PARTS<S> == 1 ? (TOKENS == 1 ? 8 : TOKENS <= 3 ? 4 : 3)
                                           : (TOKENS == 1 ? 8 : TOKENS == 2 ? 4 : 2);
 
+// Calls a function with a number of 1 to MOST as a constant.
+template <int MOST, typename Call>
+inline void with_constant(int64_t number, const Call& call) {
+  if constexpr (MOST > 1)
+    if (number < MOST) return with_constant<MOST - 1>(number, call);
+  call(std::integral_constant<int, MOST>());
+}
+
 // Divides tokens into steps of at most `most`, whose lengths differ by at most one.
 struct Steps {
   int64_t tokens, most, count = (tokens + most - 1) / most;
@@ -434,17 +442,14 @@ void multiply(const S* weight, const M* bias, int64_t first, int64_t last, int64
     for (int64_t step = 0; step < steps.count; ++step) {
       const float* packed = inputs + steps.first(step) * cuts.width();
       O* here = out + steps.first(step) * out_stride;
-#define FEW(N)                                                                               \
-  case N:                                                                                    \
-    few<S, PAIRS, O, N>(weight, bias, row, end, cuts, packed, here, out_stride, next, step,  \
-                        steps.count);                                                        \
-    break;
       if (tokens == 1 && short_rows<S>(columns)) {
         few<S, PAIRS, O, 1, 4>(weight, bias, row, end, cuts, packed, here, out_stride, next, 0, 1);
         continue;
       }
-      switch (steps.length(step)) { FEW(1) FEW(2) FEW(3) FEW(4) FEW(5) FEW(6) FEW(7) FEW(8) }
-#undef FEW
+      with_constant<MOST<S>>(steps.length(step), [&](auto count) {
+        few<S, PAIRS, O, count>(weight, bias, row, end, cuts, packed, here, out_stride, next, step,
+                                steps.count);
+      });
     }
   }
 }

@@ -264,18 +264,11 @@ void multiply_block(const RowShape<F>& shape, const uint8_t* block, int64_t rows
   }
 }
 
-// Indexed by the tokens, less 1.
-template <typename F, int... TOKENS>
-constexpr auto multiplying(std::integer_sequence<int, TOKENS...>) {
-  return std::array{multiply_block<F, TOKENS + 1>...};
-}
-
 // Rows first to last times all tokens. For those of several steps, rows are unpacked to the L2
 // cache and multiplied as plain rows are.
 template <typename F>
 void multiply_rows(const Layout& layout, const uint8_t* weight, int64_t first, int64_t last,
                    const float* inputs, int64_t tokens, const uint8_t* then, Write write) {
-  static constexpr auto BY = multiplying<F>(std::make_integer_sequence<int, ::MOST<float>>());
   const RowShape<F> shape(layout);
   const Cuts<float> cuts(layout.columns, false);
   const Steps steps{tokens, ::MOST<float>};
@@ -292,7 +285,9 @@ void multiply_rows(const Layout& layout, const uint8_t* weight, int64_t first, i
     const uint8_t* block = weight + (row - first) * shape.bytes;
     if (once) {
       const uint8_t* next = row + rows < last ? block + rows * shape.bytes : then;
-      BY[tokens - 1](shape, block, rows, cuts, inputs, next, sums);
+      with_constant<::MOST<float>>(tokens, [&](auto count) {
+        multiply_block<F, count>(shape, block, rows, cuts, inputs, next, sums);
+      });
     } else {
       for (int64_t r = 0; r < rows; ++r)
         unpack_row(shape, block + r * shape.bytes, unpacked + r * layout.columns);
