@@ -310,6 +310,7 @@ def test_mixed_up_rows_would_be_seen(llama, monkeypatch):
     assert sum(differ[1::2]) >= 2
     run = scripted(llama, lengths)
     rounds = run.rounds()
+    next(rounds)
     while len(run.passes.rows) == 8:
         next(rounds)
     with pytest.raises(AssertionError, match="not close"):
