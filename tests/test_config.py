@@ -1,14 +1,16 @@
 """Skip configs: resolution, numbering, equality, JSON, and every mistake that a file can hold."""
 
+import inspect
 import json
 import pickle
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from layerskip import LayerSkipDecoding
 from layerskip.config.skips import DecodingOptions, LowPrecision, SkipConfig, Trained
 from layerskip.decoding.sources.sublayer_draft import key_of
 
@@ -290,3 +292,9 @@ def test_fewer_experts_or_keys_are_part_of_a_draft(name, number, part, wrong, tm
     for value in wrong:
         with pytest.raises((TypeError, ValueError), match=f"{name} must be"):
             SkipConfig(**{name: value})
+
+
+def test_the_signature_of_a_decoding_lists_every_option():
+    listed = inspect.signature(LayerSkipDecoding).parameters
+    assert {each.name for each in fields(DecodingOptions)} <= set(listed)
+    assert not any(each.kind is each.VAR_KEYWORD for each in listed.values())

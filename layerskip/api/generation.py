@@ -20,7 +20,7 @@ from torch import Tensor
 
 from layerskip.api import arguments
 from layerskip.api.plan import open_plan
-from layerskip.api.settings import OPTIONS, Settings, Skips
+from layerskip.api.settings import Settings, Skips
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.engine import Request
 from layerskip.decoding.laws import Law
@@ -305,7 +305,7 @@ def generate(
         return output  # type: ignore[no-any-return]
 
 
-_SETTINGS = {*inspect.signature(Settings).parameters, *OPTIONS} - {"skip", "options"}
+_SETTINGS = {*inspect.signature(Settings).parameters} - {"skip"}
 
 
 def decode(

@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
+from inspect import Parameter, Signature, signature
 from typing import Any
 
 import torch
@@ -139,3 +140,18 @@ def _loaded(skip: Skips | Sequence[Skips] | None) -> tuple[SkipConfig, ...]:
         if each in skips[:number]:
             raise ValueError(f"skip holds {each} twice; give each skip config once")
     return tuple(skips)
+
+
+def _listed(takes: Signature) -> Signature:
+    """The signature with each option by name, for `help()` and editors."""
+    named = dict(takes.parameters)
+    del named["options"]
+    for each in fields(DecodingOptions):
+        named.setdefault(
+            each.name,
+            Parameter(each.name, Parameter.KEYWORD_ONLY, default=None, annotation=each.type),
+        )
+    return takes.replace(parameters=[*named.values()])
+
+
+Settings.__signature__ = _listed(signature(Settings))  # type: ignore[attr-defined]
