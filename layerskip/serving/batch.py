@@ -27,6 +27,7 @@ from layerskip.texts.tokens import common_prefix
 
 _PREDICTED = 1  # the number of the source of predictions; 0 is that of forced tokens
 _SCORED = 64  # prompt tokens per pass if their log-probabilities are requested
+_TOGETHER = 64  # tokens of several prompts per pass; with more, a CPU would only delay the first
 _MEASURING = 2.0  # approximate seconds of measurements before the first request
 
 
@@ -170,7 +171,8 @@ class ServingBatch:
             most, read = min(most, _SCORED), partial(text.tell_prompt, first=before + 1)
         ends = {row: passes.end_of_piece(row, before + most)}
         if ends[row] == text.prompt_length and read is None:
-            ends = self._beside(text, room)
+            on_cpu = self.model.device.type == "cpu"
+            ends = self._beside(text, min(room, _TOGETHER) if on_cpu else room)
         starts = sum(passes.lengths[each] for each in ends)
         outcome = self.loop.prefill(ends, read)
         self._tell_logprobs(outcome)
