@@ -298,3 +298,4 @@ def test_the_signature_of_a_decoding_lists_every_option():
     listed = inspect.signature(LayerSkipDecoding).parameters
     assert {each.name for each in fields(DecodingOptions)} <= set(listed)
     assert not any(each.kind is each.VAR_KEYWORD for each in listed.values())
+    assert "inputs_tensor" in inspect.signature(LayerSkipDecoding()).parameters  # of its call

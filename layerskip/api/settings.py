@@ -154,4 +154,16 @@ def _listed(takes: Signature) -> Signature:
     return takes.replace(parameters=[*named.values()])
 
 
-Settings.__signature__ = _listed(signature(Settings))  # type: ignore[attr-defined]
+class _OfClass:
+    """An attribute of a class that its instances lack: theirs is the signature of their calls."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __get__(self, instance: object, owner: type) -> Any:
+        if instance is not None:
+            raise AttributeError
+        return self.value
+
+
+Settings.__signature__ = _OfClass(_listed(signature(Settings)))  # type: ignore[attr-defined]
