@@ -68,6 +68,9 @@ class Architecture:
             )
         self._held: Any = model
         self._reference = weakref.ref(model)
+        self._weight_bytes: dict[
+            Any, dict[str, Any]
+        ] = {}  # by arguments; a walk takes milliseconds
         self.config = config
         self.eager = attention == "eager"
         self.family = FAMILIES[config.model_type]
@@ -169,7 +172,12 @@ class Architecture:
             tokens: number of tokens in the pass, all rows together.
             experts: number of experts per token in a draft; None: as many as the model.
         """
+        key = bits, tokens, experts
+        if key not in self._weight_bytes:
+            self._weight_bytes[key] = self._bytes_read(bits, tokens, experts)
+        return self._weight_bytes[key]
 
+    def _bytes_read(self, bits: int | None, tokens: int, experts: int | None) -> dict[str, Any]:
         def read(module: nn.Module) -> int:
             return read_bytes(module, bits)
 
