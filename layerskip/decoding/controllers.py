@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from inspect import signature
 from typing import Any
 
-from layerskip.config.registry import ADAPTIVE, named, names
+from layerskip.config.registry import ADAPTIVE, CONTROLLERS, LEARNT, named, names
 from layerskip.costs.speculation import Costs
 from layerskip.decoding.controller import Controller
 from layerskip.decoding.expected_gain import AHEAD
@@ -118,7 +118,8 @@ def make_controller(
     those that its signature names; `costs` and `priors` are one per source. Raises ValueError for
     an unknown name; warns about a setting without effect.
     """
-    if name not in (known := names("controller")):
+    # What packages add is asked for last, since that reads files.
+    if name not in CONTROLLERS + LEARNT and name not in (known := names("controller")):
         raise ValueError(f"controller must be one of {', '.join(known)}, got {name!r}")
     trees = branches and name == "expected-gain"
     kind = named("controller", "expected-gain-trees" if trees else name)
