@@ -50,18 +50,18 @@ def source_of(model: Sublayers, draft: SkipConfig | Source) -> Source:
 def load_drafter(
     source: str | os.PathLike[str], *, dtype: torch.dtype, device: torch.device
 ) -> Any:
-    """Load an official assistant or an EAGLE-3 head from a folder or a Hub id.
+    """Load an official assistant, an EAGLE-3 head or Medusa heads from a folder or a Hub id.
 
     Raises:
-        ValueError: as for `load_assistant` and `load_eagle`.
+        ValueError: as for `load_assistant`, `load_eagle` and `load_medusa`.
     """
-    if drafts_otherwise(source):
+    if holds_medusa(source):
         return named("drafter", "medusa")(source, dtype=dtype).to(device)
     read = load_assistant if eagle_config(source) is None else load_eagle
     return read(source, dtype=dtype).to(device)
 
 
-def drafts_otherwise(source: str | os.PathLike[str]) -> bool:
+def holds_medusa(source: str | os.PathLike[str]) -> bool:
     """Whether a folder or a Hub id holds Medusa heads, by its config."""
     try:
         return "medusa_num_heads" in PretrainedConfig.get_config_dict(source)[0]
