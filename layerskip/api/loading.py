@@ -37,7 +37,7 @@ from layerskip.config.shipped import (
     suggestion,
 )
 from layerskip.config.skips import SkipConfig
-from layerskip.decoding.sources import load_drafter
+from layerskip.decoding.sources import holds_medusa, load_drafter
 from layerskip.families.known import ASSISTANTS, CONDITIONAL
 from layerskip.families.wrappers import UnsupportedModelError
 from layerskip.model.eagle_head import eagle_config
@@ -296,11 +296,10 @@ def load_official(name: str, like: Loaded) -> Loaded | None:
     folder = model_folder(name)
     source = name if folder is None else str(folder)
     try:  # once, since a Hub that cannot be reached is asked for half a minute
-        config = transformers.PretrainedConfig.get_config_dict(source)[0]
+        kind = transformers.PretrainedConfig.get_config_dict(source)[0].get("model_type")
     except OSError as error:
         raise _unreadable(name, folder, error) from error
-    kind, medusa = config.get("model_type"), "medusa_num_heads" in config
-    if not medusa and eagle_config(source) is None and kind not in ASSISTANTS:
+    if kind not in ASSISTANTS and not holds_medusa(source) and eagle_config(source) is None:
         return None
     model = load_drafter(source, dtype=like.model.dtype, device=like.model.device)
     if kind in ASSISTANTS and model.generation_config.num_assistant_tokens is None:

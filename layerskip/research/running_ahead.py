@@ -20,6 +20,7 @@ from layerskip.decoding.sources.assistant import Assistant
 from layerskip.decoding.sources.base import Batch, Proposal, Source, State
 from layerskip.decoding.sources.lookup import Lookup
 from layerskip.model.sublayers import Sublayers
+from layerskip.texts.tokens import common_prefix
 
 
 def running_ahead(assistant: Source | None) -> RunningAhead:
@@ -80,10 +81,9 @@ class _DraftedAhead:
     agreed: int = 0
 
     def extend(self, emitted: Sequence[int]) -> None:
-        both = min(len(emitted), len(self.draft))
-        right = next((i for i in range(both) if emitted[i] != self.draft[i]), both)
+        right = common_prefix(self.draft, emitted)
         self.fed = min(self.fed, len(self.text) + right)
-        self.agreed = self.agreed + right if right == both else 0
+        self.agreed = self.agreed + right if right in (len(self.draft), len(emitted)) else 0
         self.draft = self.draft[right:] if right == len(emitted) else []
         self.text += emitted
 
