@@ -27,7 +27,6 @@ class Rule:
         shares_noise: whether drafts are drawn with the target's noise, and accepted where they
             equal its own tokens; otherwise they have noise of their own.
         branches: whether drafts may branch.
-        several_laws: whether rows with different laws may share a pass.
         independent: whether a text is the same whatever is drafted for it, or decoded beside it.
         candidates: number of independent drafts of a position.
         trees: makes what arranges several candidates (see `layerskip.research.spectr`).
@@ -38,17 +37,14 @@ class Rule:
     name: str
     shares_noise: bool
     branches: bool
-    several_laws: bool
     independent: bool
     candidates: int = 1
     trees: Callable[[], Any] | None = None
     choose: Callable[[Tensor, Tensor, Sequence[int], Tensor], tuple[int, Tensor]] | None = None
 
 
-COUPLED = Rule("coupled", shares_noise=True, branches=True, several_laws=True, independent=True)
-REJECTION = Rule(
-    "rejection", shares_noise=False, branches=False, several_laws=False, independent=False
-)
+COUPLED = Rule("coupled", shares_noise=True, branches=True, independent=True)
+REJECTION = Rule("rejection", shares_noise=False, branches=False, independent=False)
 
 
 def rule_of(acceptance: str, *, sampling: bool) -> Rule:

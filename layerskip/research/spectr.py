@@ -102,7 +102,6 @@ SPECTR = Rule(
     "spectr",
     shares_noise=False,
     branches=True,
-    several_laws=False,
     independent=False,
     candidates=CANDIDATES,
     trees=CandidateTrees,
