@@ -47,6 +47,11 @@ REFUSED = {  # by command
         ("--skip six.json --skip six.json", "--skip names a file twice"),
         ("--adaptive alpha", "--adaptive must be like alpha=0.85,epsilon=0.02; got 'alpha'"),
         ("--adaptive gamma=1", "adaptive may have alpha, epsilon, beta1, beta2; got 'gamma'"),
+        ("--do-sample --seed -1", "'--seed': "),
+        (
+            "--source running-ahead --assistant MODEL --do-sample --acceptance rejection",
+            "on timing",
+        ),
         ("--temperature -1", "--temperature must be 0 or more, got -1.0"),
         ("--repetition-penalty 0", "--repetition-penalty must be positive and finite"),
         ("--repetition-penalty nan", "--repetition-penalty must be finite, got nan"),

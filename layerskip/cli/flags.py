@@ -79,9 +79,10 @@ MaxNewTokens = Annotated[
     int,
     typer.Option("--max-new-tokens", "-n", min=1, metavar="N", help="Generate at most N tokens."),
 ]
-Seed = Annotated[int, typer.Option(metavar="N", help="Random seed for sampling.")]
+Seed = Annotated[int, typer.Option(min=0, metavar="N", help="Random seed for sampling.")]
 DrawnSeed = Annotated[
-    int | None, typer.Option(metavar="N", help="Random seed.  [default: a new one per text]")
+    int | None,
+    typer.Option(min=0, metavar="N", help="Random seed.  [default: a new one per text]"),
 ]
 MaxRows = Annotated[int, typer.Option(min=1, metavar="N", help="Decode at most N texts at once.")]
 Memory = Annotated[
