@@ -292,6 +292,12 @@ def _decide(model: Sublayers, settings: Settings, rejection: bool) -> Plan:
     }
     looked_up = [] if lookup is None else [lookup]
     sources = [*looked_up, *named_sources, *second, *heads, *own]
+    timed = [source.name for source in sources if source.by_clock]
+    if rejection and timed:
+        raise ValueError(
+            f"drafts of {timed[0]} depend on timing, and so would the text with acceptance "
+            f"{settings.acceptance!r}; use 'coupled'"
+        )
     return Plan(model, settings, sources, skips, reasons, explicit, advice)
 
 

@@ -1,8 +1,9 @@
 """A second model that drafts while the target verifies (AMUSD, McDanel 2024, arXiv 2410.17375).
 
 Its thread decodes greedily ahead of every row's text, on a device or cores of its own. A round
-takes the tokens that are there without waiting, and `commit` sets the thread back to the text. Use
-it under the coupled rule, since drafts depend on timing. On a CPU, `--threads` is for each side.
+takes the tokens that are there without waiting, and `commit` sets the thread back to the text. As
+drafts depend on timing, it is refused under rules by which the text depends on its drafts. On a
+CPU, `--threads` is for each side.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ class RunningAhead(Source):
     """
 
     name = "running-ahead"
+    by_clock = True
 
     longest: int
 

@@ -123,6 +123,7 @@ class Source(ABC):
         max_positions: maximum number of tokens of a row, if there is a limit.
         prefix: number of the target's first sublayers that its steps run exactly.
         keeps_texts: whether it keeps what it learns from the texts of a batch for later batches.
+        by_clock: whether its drafts depend on how long things take.
     """
 
     prior: float = PRIOR
@@ -131,6 +132,7 @@ class Source(ABC):
     skip: SkipConfig | None = None
     prefix: int = 0
     keeps_texts = False
+    by_clock = False
 
     @property
     def name(self) -> str:
