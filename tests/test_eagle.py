@@ -19,7 +19,8 @@ from layerskip import LayerSkipDecoding
 from layerskip.api.plan import open_plan
 from layerskip.api.settings import Settings
 from layerskip.cache.library_cache import LibraryCache
-from layerskip.model.eagle_head import eagle_config, load_eagle, save_eagle
+from layerskip.decoding.sources import drafter_of
+from layerskip.model.eagle_head import load_eagle, save_eagle
 from layerskip.model.opened_models import sublayers_of
 from layerskip.training.eagle_training import new_head, read, unrolled
 
@@ -236,7 +237,7 @@ def test_one_decoding_serves_models_of_several_dtypes_and_loads_a_head_once_for_
     models = [double, copy.deepcopy(double).float()]
     decoding = LayerSkipDecoding(assistant=folder, controller="fixed", lookup=False)
     settings = dict(vars(decoding))
-    read = spied(layerskip.decoding.sources, "load_eagle", lambda source: source)
+    read = spied(layerskip.decoding.sources, "load_eagle", lambda source, _: source)
     for _ in range(2):
         for model in models:
             plain = layerskip.generate(model, prompt(9), max_new_tokens=NEW_TOKENS, enabled=False)
@@ -301,7 +302,7 @@ def test_heads_of_other_models_are_refused(head, tmp_path):
         load_eagle(folder)
     (tmp_path / "trained.json").write_text("{}")
     with pytest.raises(ValueError, match="name it by --skip"):
-        eagle_config(tmp_path)
+        drafter_of(tmp_path)
 
 
 def shaken_head(target):

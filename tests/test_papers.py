@@ -14,6 +14,7 @@ import torch
 from models import lively_model, ragged, tiny_model
 from run_files import drafting, header, record, rounds, write
 from safetensors.torch import save_file
+from transformers import PretrainedConfig
 
 import layerskip
 from layerskip import SkipConfig
@@ -51,8 +52,9 @@ def medusa_folder(folder, model, heads=3, layers=1, *, suffix=".safetensors", sc
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
 @pytest.mark.parametrize("sample", [False, True])
-def test_medusas_heads_draft_what_the_paper_says(suffix, sample, tmp_path):
+def test_medusas_heads_draft_what_the_paper_says(suffix, sample, tmp_path, spied):
     model = tiny_model("llama")
+    asked = spied(PretrainedConfig, "get_config_dict", lambda source: source)
     weights = medusa_folder(tmp_path, model, layers=2, suffix=suffix)
     ids, mask = ragged((9, 4), seed=2)
     how = HOW | {"attention_mask": mask, "do_sample": sample, "seed": 1 if sample else None}
@@ -62,6 +64,7 @@ def test_medusas_heads_draft_what_the_paper_says(suffix, sample, tmp_path):
     )
     assert torch.equal(out.sequences, plain.sequences)
     assert out.stats.num_draft_tokens > 50
+    assert asked == [tmp_path]
     if sample:
         return
     row, text = 0, ids.shape[1]
@@ -242,6 +245,9 @@ def test_a_second_model_is_taken_over_by_name():
     assert [each.name for each in out.stats.sources] == ["running-ahead"]
     with pytest.raises(ValueError, match="needs a second model"):
         layerskip.generate(model, ids, sources=["running-ahead"], **HOW)
+    how = HOW | {"sources": ["running-ahead"], "acceptance": "rejection"}
+    with pytest.raises(ValueError, match="drafts of running-ahead depend on timing, and so would"):
+        layerskip.generate(model, ids, assistant=second, do_sample=True, **how)
 
 
 def test_disco_needs_both_outcomes_and_a_file_of_its_own(tmp_path):

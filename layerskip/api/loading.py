@@ -37,10 +37,9 @@ from layerskip.config.shipped import (
     suggestion,
 )
 from layerskip.config.skips import SkipConfig
-from layerskip.decoding.sources import holds_medusa, load_drafter
+from layerskip.decoding.sources import drafter_of
 from layerskip.families.known import ASSISTANTS, CONDITIONAL
 from layerskip.families.wrappers import UnsupportedModelError
-from layerskip.model.eagle_head import eagle_config
 from layerskip.model.opened_models import runs_natively
 from layerskip.model.whole import support
 from layerskip.native import extension
@@ -295,15 +294,16 @@ def load_official(name: str, like: Loaded) -> Loaded | None:
         return None
     folder = model_folder(name)
     source = name if folder is None else str(folder)
-    try:  # once, since a Hub that cannot be reached is asked for half a minute
-        kind = transformers.PretrainedConfig.get_config_dict(source)[0].get("model_type")
+    try:
+        read = drafter_of(source)
     except OSError as error:
         raise _unreadable(name, folder, error) from error
-    if kind not in ASSISTANTS and not holds_medusa(source) and eagle_config(source) is None:
+    if read is None:
         return None
-    model = load_drafter(source, dtype=like.model.dtype, device=like.model.device)
-    if kind in ASSISTANTS and model.generation_config.num_assistant_tokens is None:
-        model.generation_config.num_assistant_tokens = _LIBRARY_DRAFTS
+    model = read(dtype=like.model.dtype).to(like.model.device)
+    own = getattr(model, "generation_config", None)  # heads have none
+    if own is not None and own.num_assistant_tokens is None:
+        own.num_assistant_tokens = _LIBRARY_DRAFTS
     return Loaded(name, model, like.tokenizer, folder)
 
 

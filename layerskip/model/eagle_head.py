@@ -145,20 +145,29 @@ class Eagle(nn.Module):
         return states if self.feeds_normed else self.norm(states)
 
 
-def eagle_config(source: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """Read the config of a head in a folder or on the Hub as `speculators` has it; None: no head.
+def read_config(source: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read the config of what drafts, from a folder or the Hub, which is asked once.
 
     Raises:
-        ValueError: it is a draft of another kind, which the message names.
+        OSError: there is none.
+        ValueError: the folder is one of `layerskip train`.
     """
     if (Path(source) / "trained.json").is_file():
         raise ValueError(
             f"{source} holds a draft of `layerskip train`; name it by --skip {source}/trained.json"
         )
-    try:
-        config: dict[str, Any] = PretrainedConfig.get_config_dict(source)[0]
-    except OSError:
-        return None  # whatever loads a model will report the error
+    return PretrainedConfig.get_config_dict(source)[0]
+
+
+def eagle_config(source: str | os.PathLike[str], config: dict[str, Any]) -> dict[str, Any] | None:
+    """Convert the config of a head to that of `speculators`; None: it is no head's.
+
+    Args:
+        source: where it was read, for messages.
+
+    Raises:
+        ValueError: it is a draft of another kind, which the message names.
+    """
     kind = config.get("speculators_model_type")
     named = " ".join(config.get("architectures") or ()).lower()
     if kind is None and "eagle" in named and "eagle3" not in named:
@@ -177,13 +186,21 @@ def eagle_config(source: str | os.PathLike[str]) -> dict[str, Any] | None:
     return None if kind is None else config
 
 
-def load_eagle(source: str | os.PathLike[str], *, dtype: torch.dtype | None = None) -> Eagle:
+def load_eagle(
+    source: str | os.PathLike[str],
+    config: dict[str, Any] | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Eagle:
     """Load a head from a folder or a Hub id; `dtype` None: as it is stored.
+
+    Args:
+        config: what `read_config` returns, if it has been read.
 
     Raises:
         ValueError: there is no head, it is of another kind or incomplete; says which in one line.
     """
-    config = eagle_config(source)
+    config = eagle_config(source, config or read_config(source))
     if config is None:
         raise ValueError(f"{source} holds no EAGLE-3 head")
     try:

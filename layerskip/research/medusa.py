@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import pickle
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,6 @@ import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import PretrainedConfig
 
 from layerskip.decoding.acceptance import PRIOR_MODULE
 from layerskip.decoding.sources.base import Batch, Source, State
@@ -74,13 +73,17 @@ class MedusaHeads(nn.ModuleList):
         return Medusa(target, self)
 
 
-def load_medusa(source: str | os.PathLike[str], *, dtype: torch.dtype) -> MedusaHeads:
+def load_medusa(
+    source: str | os.PathLike[str], config: Mapping[str, Any], *, dtype: torch.dtype
+) -> MedusaHeads:
     """Load heads from a folder or a Hub id.
+
+    Args:
+        config: the content of its `config.json`.
 
     Raises:
         ValueError: there is no file of them, or its tensors are not those that its config names.
     """
-    config: dict[str, Any] = PretrainedConfig.get_config_dict(source)[0]
     count, depth = config["medusa_num_heads"], config.get("medusa_num_layers", 1)
     found = (file_of(os.fspath(source), name, fetch=True) for name in _FILES)
     file = next((each for each in found if each is not None), None)

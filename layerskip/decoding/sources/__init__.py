@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from transformers import PretrainedConfig
 
 from layerskip.config.registry import named
 from layerskip.config.skips import SkipConfig
@@ -17,8 +17,9 @@ from layerskip.decoding.sources.eagle import EagleHead
 from layerskip.decoding.sources.official import Official
 from layerskip.decoding.sources.sublayer_draft import SublayerDraft
 from layerskip.decoding.sources.trained import TrainedDraft
+from layerskip.families.known import ASSISTANTS
 from layerskip.model.assistants import is_assistant, load_assistant
-from layerskip.model.eagle_head import Eagle, eagle_config, load_eagle
+from layerskip.model.eagle_head import Eagle, eagle_config, load_eagle, read_config
 from layerskip.model.sublayers import Sublayers
 
 
@@ -47,6 +48,26 @@ def source_of(model: Sublayers, draft: SkipConfig | Source) -> Source:
     return SublayerDraft(model, skip)
 
 
+def drafter_of(source: str | os.PathLike[str]) -> Callable[..., Any] | None:
+    """What loads an official assistant, an EAGLE-3 head or Medusa heads; None: it is another model.
+
+    Args:
+        source: a folder or a Hub id, whose config is asked for once.
+
+    Raises:
+        OSError: there is no config.
+        ValueError: it is a draft of another kind.
+    """
+    config = read_config(source)
+    if config.get("model_type") in ASSISTANTS:
+        return partial(load_assistant, source)
+    if "medusa_num_heads" in config:
+        return partial(named("drafter", "medusa"), source, config)
+    if eagle_config(source, config) is None:
+        return None
+    return partial(load_eagle, source, config)
+
+
 def load_drafter(
     source: str | os.PathLike[str], *, dtype: torch.dtype, device: torch.device
 ) -> Any:
@@ -55,18 +76,8 @@ def load_drafter(
     Raises:
         ValueError: as for `load_assistant`, `load_eagle` and `load_medusa`.
     """
-    if holds_medusa(source):
-        return named("drafter", "medusa")(source, dtype=dtype).to(device)
-    read = load_assistant if eagle_config(source) is None else load_eagle
-    return read(source, dtype=dtype).to(device)
-
-
-def holds_medusa(source: str | os.PathLike[str]) -> bool:
-    """Whether a folder or a Hub id holds Medusa heads, by its config."""
-    try:
-        return "medusa_num_heads" in PretrainedConfig.get_config_dict(source)[0]
-    except OSError:
-        return False  # whatever loads a model will report the error
+    read = drafter_of(source) or partial(load_assistant, source)  # which says what it misses
+    return read(dtype=dtype).to(device)
 
 
 def second_model(
