@@ -6,6 +6,8 @@ import time
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from pathlib import Path
+from shutil import copytree
 from types import MethodType, SimpleNamespace
 
 import pytest
@@ -31,6 +33,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from torch import Tensor, nn
 from transformers import (
+    AutoModelForCausalLM,
     DynamicCache,
     GenerationConfig,
     LogitsProcessor,
@@ -910,3 +913,32 @@ def test_inputs_of_the_librarys_making_are_told_from_others(family):
     model.prepare_inputs_for_generation = lambda *args, **kwargs: kwargs
     with pytest.raises(UnsupportedModelError, match="comes from test_generation, not from"):
         Sublayers(model)
+
+
+@pytest.mark.parametrize("place", ["hub", *thorough("the model's own")])
+def test_the_library_finds_us_by_the_name_of_a_folder(place, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "made")
+    )
+    monkeypatch.syspath_prepend(tmp_path / "made")
+    model, (ids, mask) = lively_model("llama"), ragged((9, 5))
+    hub = Path(__file__).parents[1] / "hub"
+    by_name = {"custom_generate": str(hub), "trust_remote_code": True}
+    if place != "hub":
+        model.save_pretrained(tmp_path / "model")
+        copytree(hub, tmp_path / "model", dirs_exist_ok=True)
+        how = {"trust_remote_code": True, "dtype": torch.float64}
+        model, by_name = AutoModelForCausalLM.from_pretrained(tmp_path / "model", **how), {}
+        assert isinstance(model.generate, partial)
+    how = {"attention_mask": mask, "max_new_tokens": 16, "pad_token_id": 0}
+    want = type(model).generate(model, ids, do_sample=False, **how)
+    assert torch.equal(model.generate(ids, **how, **by_name), want)
+    more = {"return_dict_in_generate": True, "assistant": lively_model("llama"), "costs": COSTS}
+    out = model.generate(ids, **how, **more, **by_name)
+    assert torch.equal(out.sequences, want)
+    assert out.stats.num_accepted_tokens > 0
+    sampled = how | {"do_sample": True, "seed": 3}
+    plain = layerskip.generate(model, ids, enabled=False, **sampled).sequences
+    assert torch.equal(model.generate(ids, **sampled, **by_name), plain)
+    with pytest.raises(ValueError, match="num_beams must be 1"):
+        model.generate(ids, num_beams=2, **how, **by_name)

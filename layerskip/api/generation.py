@@ -295,7 +295,8 @@ def generate(
             raise ValueError("synced_gpus is not supported: ranks would draft different lengths")
         if kwargs.pop("assistant_model", None) is not None:
             raise ValueError("assistant_model is not supported; give assistant= for a second model")
-        output = model.generate(
+        output = type(model).generate(  # an instance's own may be what has called this
+            model,
             **inputs,
             custom_generate=partial(decoding._decode, streamer=streamer),
             streamer=streamer,
