@@ -33,6 +33,14 @@ _PATTERNS = {
     "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2": (
         rf"{_SUFFIX}|{_WORD}|\p{{N}}|{_OTHERS}",
     ),
+    "qwen35": (
+        rf"{_SUFFIX}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
+        rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}",
+    ),
+    "gpt-4o llama4 kanana2": (
+        rf"{_CASED}{_SUFFIX}?|{_CAPITALS}{_SUFFIX}?|\p{{N}}{{1,3}}"
+        rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}",
+    ),
     "tekken": (rf"{_CASED}|{_CAPITALS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}",),
 }
 _SPLITS = {name: patterns for names, patterns in _PATTERNS.items() for name in names.split()}
