@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from commands import refused, run
-from gguf_files import write
+from gguf_files import LARGE_GEMMA_4, write
 
 import layerskip
 from layerskip import LayerSkipDecoding, SkipConfig
@@ -17,8 +17,10 @@ from layerskip.api.plan import open_plan
 from layerskip.api.settings import Settings
 from layerskip.bench import checks, suite
 from layerskip.files.gguf_contents import read_gguf
+from layerskip.model.opened_models import runs_natively
 from layerskip.serving.openai_api import Served
 from layerskip.weights.fingerprint import fingerprint
+from layerskip.weights.formats.gguf_architectures import ARCHITECTURES
 from layerskip.weights.stored import Stored, stored_weights
 
 native = pytest.mark.usefixtures("built")
@@ -44,21 +46,31 @@ def text_of(model, ids, **settings):
     return out[0].tolist()
 
 
+FILES = {kind: (kind, {}) for kind in [*ARCHITECTURES, "mistral", "mixtral", "olmo3"]}
+FILES["a large gemma4"] = ("gemma4", LARGE_GEMMA_4)
+
+
 @native
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gemma2", "gemma3"])
-def test_texts_are_those_of_the_model_that_the_file_means(tmp_path, kind):
-    path = tmp_path / "model.gguf"
-    plain = write(path, kind, tied=kind != "qwen3", seed=1)
+@pytest.mark.parametrize("name", FILES)
+def test_texts_are_those_of_the_model_that_the_file_means(tmp_path, name):
+    path, (kind, shape) = tmp_path / "model.gguf", FILES[name]
+    plain = write(path, kind, tied=kind != "qwen3", seed=1, **shape)
     packed = load(str(path)).model
-    assert len(stored_weights(packed)) == len([p for p in plain.parameters() if p.dim() == 2])
+    matrices = [each for each, p in plain.named_parameters() if p.dim() == 2]
+    routers = [
+        each for each in matrices if each.endswith(("mlp.gate.weight", "router.proj.weight"))
+    ]
+    assert len(stored_weights(packed)) == len(matrices) - len(routers)
+    assert runs_natively(packed)
     ids = torch.arange(40, 52)[None]
     expected = plain.double().generate(ids, max_new_tokens=24, do_sample=False, eos_token_id=None)
     for settings in ({"enabled": False}, *DRAFTS.values()):
         assert text_of(packed, ids, **settings) == expected[0].tolist()
     unpacked = load(str(path), packed=False, dtype="float64").model
     assert not stored_weights(unpacked)
-    for (name, ours), theirs in zip(unpacked.named_parameters(), plain.parameters(), strict=True):
-        assert torch.equal(ours, theirs), name
+    ours, theirs = unpacked.state_dict(), plain.state_dict()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[each], theirs[each]) for each in ours)
 
 
 @native
@@ -194,6 +206,24 @@ def test_rotary_positions_are_scaled_as_the_file_says(tmp_path, kind):
     assert not torch.equal(files[True][1], files[False][1])
 
 
+@pytest.mark.parametrize(
+    ("kind", "key", "value", "words"),
+    [
+        ("gemma4", "attention.sliding_window_pattern", 2, "must say for each of 4 layers whether"),
+        ("gemma4", "attention.key_length", 1 << 30, "must say which of 536870912 frequencies"),
+        ("gemma4", "rope.scaling.factor", 2.0, "its rotary positions cannot be scaled"),
+        ("granite", "rope.scaling.finetuned", False, "rope.scaling.finetuned = False is not supp"),
+        ("phi3", "attention.head_count_kv", 3, "4 heads of 64, but its tensors have 256 and 512"),
+        ("qwen3moe", "expert_count", 3, "ffn_gate_exps.weight has shape (4, 256, 256), and the"),
+        ("qwen3moe", "expert_shared_count", 1, "qwen3moe.expert_shared_count = 1 is not supported"),
+    ],
+)
+def test_what_an_architecture_lacks_is_refused(tmp_path, kind, key, value, words):
+    write(tmp_path / "model.gguf", kind, ("F16",))
+    changed = rewritten(tmp_path / "model.gguf", {}, **{f"{kind}.{key}": value})
+    assert words in refused("generate", str(changed), "--prompt", "a")
+
+
 def test_windows_of_gemma_3_are_those_of_the_file(tmp_path):
     """Without a size no layer has one. Layers with windows have a rotary base of their own."""
     shape = {"num_hidden_layers": 6, "hidden_size": 64, "intermediate_size": 32, "head_dim": 32}
@@ -265,6 +295,8 @@ SPLIT = [
     ("llama-bpe", ["it", "'s", "Ġ", "123", "4", "ĊĊ", "Ġok"]),
     ("qwen2", ["it", "'s", "Ġ", "1", "2", "3", "4", "ĊĊ", "Ġok"]),
     ("tekken", ["it", "'s", "Ġ", "1", "2", "3", "4", "ĊĊ", "Ġok"]),
+    ("qwen35", ["it", "'s", "Ġ", "1", "2", "3", "4", "ĊĊ", "Ġok"]),
+    ("gpt-4o", ["it's", "Ġ", "123", "4", "ĊĊ", "Ġok"]),
     ("default", ["it", "'", "s", "Ġ", "123", "4", "ĊĊ", "Ġok"]),
 ]
 
@@ -276,6 +308,13 @@ def test_texts_are_split_as_the_file_says(file, pre, pieces):
     assert [piece for piece, _ in split] == pieces
     begins = tokenizer("a")["input_ids"] == [299, 64]
     assert begins is (pre in ("llama-bpe", "tekken"))
+
+
+def test_accents_belong_to_words_where_the_file_says_so(file):
+    for pre, count in (("qwen2", 2), ("qwen35", 1)):
+        tokenizer = load(str(spelling(file, {}, pre=pre))).tokenizer
+        split = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("oe\u0301e")
+        assert len(split) == count
 
 
 def test_a_splitting_that_is_not_known_is_refused_by_name(file):
