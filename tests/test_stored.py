@@ -99,7 +99,7 @@ def test_weights_of_any_two_formats_share_an_input():
     for gate, of_gate in zip(weights, gates, strict=True):
         for up in weights:
             plan, inputs = module.Plan(), [gate.matrix(), up.matrix()]
-            number = plan.add("mlp", inputs=inputs, output=output, gelu=False, times=1.0)
+            number = plan.add("mlp", inputs=inputs, output=output, times=1.0)
             out = plan.run(x, [number], [], [], [], [])
             torch.testing.assert_close(out[..., :64], x[..., :64] + of_gate * sums(up, x))
 

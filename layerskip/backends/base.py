@@ -181,12 +181,12 @@ class LayerBackend(Backend):
         return self.layer_inputs(hidden, rows.unflatten(-1, (self.model.num_layers, -1)))
 
     def _embedded_as(self, tokens: Tensor) -> Tensor:
-        """Replace placeholders by the padding token."""
+        """Replace placeholders by the token whose embedding they have."""
         model = self.model
         if not model.placeholders:
             return tokens
         empty = torch.isin(tokens, torch.tensor(model.placeholders, device=tokens.device))
-        return tokens.masked_fill(empty, model.config.pad_token_id)
+        return tokens.masked_fill(empty, model.blank)
 
     def rotary(self, slots: int, total: int, first: int = 0) -> Rotary:
         model, slots = self.model, self.capacity(slots)
@@ -302,8 +302,14 @@ def residual_add(part: LayerParts, after: Function | None) -> Callable[[Tensor, 
 
 def logit_transform(model: Architecture) -> Callable[[Tensor], Tensor] | None:
     """The function between an unembedding and the logits, or None."""
-    cap, scaling = model.softcap, model.logits_scaling
-    if cap is None:
-        return None if scaling == 1 else lambda logits: logits / scaling
+    cap, divisor, factor = model.softcap, model.logits_divisor, model.logits_factor
+    if cap is None and divisor == factor == 1:
+        return None
+
     # Order of operations and dtype as in the library.
-    return lambda logits: (logits / cap).tanh() * cap
+    def transform(logits: Tensor) -> Tensor:
+        logits = logits if divisor == 1 else logits / divisor
+        logits = logits if factor == 1 else logits * factor
+        return logits if cap is None else (logits / cap).tanh() * cap
+
+    return transform

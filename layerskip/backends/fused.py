@@ -20,7 +20,7 @@ from torch import Tensor
 
 from layerskip.backends import base as backend
 from layerskip.backends.base import Block, LayerBackend, Step, Tables, Variant
-from layerskip.backends.norms import FusedRotary, rms_norm, rotated
+from layerskip.backends.norms import FusedRotary, rms_norm, rotated, weight_and_epsilon
 from layerskip.families.experts import (
     Mixture,
     exact_products,
@@ -75,14 +75,14 @@ class Fused(LayerBackend):
         return activation(module)
 
     def head(self, rows: TrimmedHead | None = None, bits: int | None = None) -> Block:
-        norm, after = self.norm_of(self.model.decoder.norm), backend.logit_transform(self.model)
+        norm = rms_norm(self.model.decoder.norm, self.model.family.norm_of_head)
+        after = backend.logit_transform(self.model)
         head = self.model.unembedding if rows is None else rows
         product = self.linear(Variant(bits))(head.weight, head.bias)
         return backend.composed(norm, product, after, None if rows is None else rows.spread)
 
     def attention(self, part: LayerParts, variant: Variant) -> Any:
-        norm, eager = self.model.family.norm, self.model.eager
-        return attention(part, norm, eager=eager, linear=self.linear(variant))
+        return attention(part, eager=self.model.eager, linear=self.linear(variant))
 
     def mlp(self, part: LayerParts, variant: Variant) -> Block:
         mixed = self._mixed(part.mixture, variant)
@@ -111,7 +111,7 @@ class Fused(LayerBackend):
         return mixture_function(plain_router(mixture, top, norm), routed, before, after)
 
     def rotary_of(self, tables: Tables) -> FusedRotary:
-        return FusedRotary(tables)
+        return FusedRotary(tables, self.model.family.pairs)
 
 
 def _sdpa(
@@ -199,14 +199,16 @@ class Attention(NamedTuple):
         return self.outputs(hidden, q, keys, values, step.mask(self.window, self.sink))
 
 
-def attention(part: LayerParts, norm: str, *, eager: bool, linear: Linear) -> Attention:
-    module = part.attention
+def attention(part: LayerParts, *, eager: bool, linear: Linear) -> Attention:
+    module, family = part.attention, part.family
+    norm, pairs, late = family.norm, family.pairs, family.late_norms
     before = None if part.before is None else rms_norm(part.before, norm)
     add = backend.residual_add(part, None if part.after is None else rms_norm(part.after, norm))
     width, scale = module.head_dim, module.scaling
     groups = module.num_key_value_groups
     project = _projections(part.projections, linear)
     output = linear(module.o_proj.weight, module.o_proj.bias)
+    gate = None if part.gate is None else linear(part.gate.weight, part.gate.bias)
     queries = module.o_proj.weight.shape[1] // width  # N
     turning = queries + (queries // groups if part.writes else 0)  # N + K
     place = module.o_proj.weight.device
@@ -214,9 +216,18 @@ def attention(part: LayerParts, norm: str, *, eager: bool, linear: Linear) -> At
         None if each is None else rms_norm(each, norm, place) for each in part.head_norms
     )
     # One of OLMo's norms spans all heads.
-    whole = q_norm is not None and part.head_norms[0].weight.shape[0] != width
+    span = None if q_norm is None else weight_and_epsilon(part.head_norms[0])[0]
+    whole = span is not None and span.shape[0] != width
+    factor = part.query_factor
     grouped = not eager and groups > 1 and (width >= WIDE or place.type == "cuda")
     attend: Callable[..., Tensor] = partial(_eager, softcap=part.score_cap) if eager else _sdpa
+
+    def turn(x: Tensor, angles: tuple[Tensor, Tensor], norm: Function) -> Tensor:
+        return norm(rotated(x, angles, pairs)) if late else rotated(norm(x), angles, pairs)
+
+    def queried(x: Tensor) -> Tensor:
+        assert q_norm is not None
+        return q_norm(x) if factor == 1 else q_norm(x) * factor
 
     def inputs(hidden: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         rows, count, _ = hidden.shape
@@ -226,13 +237,13 @@ def attention(part: LayerParts, norm: str, *, eager: bool, linear: Linear) -> At
             heads = torch.cat((q_norm(q), k_norm(k), v), -1)
         heads = heads.view(rows, count, -1, width).transpose(1, 2)  # (B, N + 2K, T, D)
         if q_norm is None or whole:
-            turned = rotated(heads[:, :turning], angles)  # (B, N + K, T, D)
+            turned = rotated(heads[:, :turning], angles, pairs)  # (B, N + K, T, D)
             return turned[:, :queries], turned[:, queries:], heads[:, turning:]
-        q = rotated(q_norm(heads[:, :queries]), angles)  # (B, N, T, D)
+        q = turn(heads[:, :queries], angles, queried)  # (B, N, T, D)
         k, v = heads[:, queries:turning], heads[:, turning:]  # (B, K, T, D)
         if k_norm is not None:  # it has its own keys
             v = v if v.shape[1] else k  # keys and values of one projection
-            k, v = rotated(k_norm(k), angles), v if v_norm is None else v_norm(v)
+            k, v = turn(k, angles, k_norm), v if v_norm is None else v_norm(v)
         return q, k, v
 
     def outputs(
@@ -249,7 +260,10 @@ def attention(part: LayerParts, norm: str, *, eager: bool, linear: Linear) -> At
             out = out.reshape(rows, queries, count, width).transpose(1, 2)  # (B, T, N, D)
         else:
             out = attend(q, keys, values, mask, mask is None, scale).transpose(1, 2)  # (B, T, N, D)
-        return add(hidden, output(out.reshape(rows, count, -1)))
+        out = out.reshape(rows, count, -1)  # (B, T, N D)
+        if gate is not None:
+            out = out * torch.sigmoid(gate(hidden if before is None else before(hidden)))
+        return add(hidden, output(out))
 
     return Attention(inputs, outputs, part.keys, part.kind, part.writes, part.window, part.sink)
 
@@ -259,6 +273,8 @@ def gated(part: LayerParts, linear: Linear) -> Function:
     down = linear(part.mlp.down_proj.weight, part.mlp.down_proj.bias)
     expand = [linear(each.weight, each.bias) for each in part.expansions]
     activate = activation(part.activation)
+    if not part.family.gated:
+        return lambda x: down(activate(expand[0](x)))
 
     def apply(x: Tensor) -> Tensor:
         gate, up = (each(x) for each in expand) if len(expand) == 2 else expand[0](x).chunk(2, -1)

@@ -22,7 +22,7 @@ from layerskip.backends.base import Block
 from layerskip.backends.fused import activation
 from layerskip.backends.norms import weight_and_epsilon
 from layerskip.families.architecture import Architecture
-from layerskip.families.family import Family, LayerParts
+from layerskip.families.family import LayerParts
 
 DTYPES = (torch.bfloat16, torch.float32)
 _ROWS = 16  # of a weight in one program
@@ -246,8 +246,8 @@ def product(
     return out
 
 
-def _norm(module: Any, family: Family) -> Norm | None:
-    plus = 1.0 if family.norm == "one plus" else 0.0
+def _norm(module: Any, style: str) -> Norm | None:
+    plus = 1.0 if style == "one plus" else 0.0
     return None if module is None else (*weight_and_epsilon(module), plus)
 
 
@@ -261,7 +261,7 @@ def _flat(hidden: Tensor) -> Tensor:
 
 def _added(part: LayerParts, linear: Any, norm: Any) -> Callable[[Tensor, Tensor], Tensor]:
     """A sublayer's last product, the norm after it, and the residual add: (M, H)."""
-    modules, by, after = _pairs([linear]), part.residual, _norm(norm, part.family)
+    modules, by, after = _pairs([linear]), part.residual, _norm(norm, part.family.norm)
 
     def added(residual: Tensor, x: Tensor) -> Tensor:
         if after is None:
@@ -286,10 +286,12 @@ def attention(part: LayerParts) -> Attend | None:
     same_bias = len({bias is None for _, bias in modules}) == 1
     if not usual or not same_bias or v_norm is not None or width > 256:
         return None
+    if part.gate is not None or family.pairs or family.late_norms or part.query_factor != 1:
+        return None
     if q_norm is not None and len(q_norm.weight) != width:  # one norm of all heads
         return None
-    before, add = _norm(part.before, family), _added(part, module.o_proj, part.after)
-    q_scale, *scaled = _norm(q_norm, family) or (None, 0.0, 0.0)
+    before, add = _norm(part.before, family.norm), _added(part, module.o_proj, part.after)
+    q_scale, *scaled = _norm(q_norm, family.norm) or (None, 0.0, 0.0)
     k_scale = None if k_norm is None else k_norm.weight
     cap, window = part.score_cap, part.window
     padded = max(16, triton.next_power_of_2(width))
@@ -326,13 +328,13 @@ def mlp(part: LayerParts) -> Block | None:
     """The kernels of a dense MLP sublayer, or None."""
     activate = activation(part.activation)
     tanh = isinstance(activate, partial)  # GELU
-    if part.tail or not (tanh or activate is F.silu):
+    if part.tail or not part.family.gated or not (tanh or activate is F.silu):
         return None
     modules, gate = _pairs(part.expansions), 2 if tanh else 1
     if len(modules) == 1:  # both in one
         (weight, bias), both = modules[0], (None, None)
         modules = [*zip(weight.chunk(2), both if bias is None else bias.chunk(2), strict=True)]
-    before, add = _norm(part.pre, part.family), _added(part, part.mlp.down_proj, part.post)
+    before, add = _norm(part.pre, part.family.norm), _added(part, part.mlp.down_proj, part.post)
 
     def run(hidden: Tensor, _: Any) -> Tensor:
         x = _flat(hidden)
@@ -343,5 +345,6 @@ def mlp(part: LayerParts) -> Block | None:
 
 def head(model: Architecture) -> Callable[[Tensor], Tensor]:
     """The final norm and the head, (B, T, H) to (B, T, V)."""
-    norm, modules = _norm(model.decoder.norm, model.family), _pairs([model.unembedding])
+    norm = _norm(model.decoder.norm, model.family.norm_of_head)
+    modules = _pairs([model.unembedding])
     return lambda x: product(_flat(x), modules, norm).view(*x.shape[:2], -1)

@@ -67,9 +67,8 @@ def refusal(model: Architecture) -> str | None:
         acting += [part.activation] if part.dense else []
         acting += [] if mixture is None else [mixture.experts.act_fn]
         for module in acting:
-            function = activation(module)
-            if function is not F.silu and not isinstance(function, partial):
-                return f"native passes do not support {type(function).__name__}"
+            if _kind(module) is None:
+                return f"native passes do not support {type(module).__name__}"
     return None
 
 
@@ -174,10 +173,11 @@ class Native(Fused):
         owner = self if rows is None else Native(self.model)
         number = owner.plan.add(
             "head",
-            before=owner._norm(self.model.decoder.norm),
+            before=owner._norm(self.model.decoder.norm, self.model.family.norm_of_head),
             inputs=[owner._matrix(Variant(bits))(linear)],
             softcap=self.model.softcap or 0.0,
-            divisor=self.model.logits_scaling,
+            divisor=self.model.logits_divisor,
+            factor=self.model.logits_factor,
         )
         after = None if rows is None else rows.spread
         return NativeBlock(owner, number, Fused.head(owner, rows, bits), after=after)
@@ -259,6 +259,7 @@ class Native(Fused):
             after=self._norm(part.after),
             inputs=[*map(matrix, part.projections)],
             output=matrix(module.o_proj),
+            gate=None if part.gate is None else matrix(part.gate),
             q_norm=q_norm,
             k_norm=k_norm,
             v_norm=v_norm,
@@ -270,6 +271,9 @@ class Native(Fused):
             angles=self.model.kinds.index(part.kind),
             scale=module.scaling,
             softcap=part.score_cap or 0.0,
+            query_factor=part.query_factor,
+            pairs=part.family.pairs,
+            late_norms=part.family.late_norms,
             eager=self.model.eager,
             times=part.residual,
         )
@@ -283,7 +287,8 @@ class Native(Fused):
             after=self._norm(part.post),
             inputs=[*map(matrix, part.expansions)] if dense else [],
             output=matrix(part.mlp.down_proj) if dense else None,
-            gelu=dense and _gelu(part.activation),
+            act=self._activation(part.activation if dense else None),
+            gated=part.family.gated,
             times=part.residual,
             tail=self._tail(part) if part.tail else None,
             mixture=None if mixture is None else self._mixture(mixture, variant),
@@ -311,7 +316,7 @@ class Native(Fused):
             after=self._norm(mixture.after),
             dense=self._norm(mixture.dense),
             top=mixture.taken(variant.experts),
-            gelu=_gelu(weights.act_fn),
+            act=self._activation(weights.act_fn),
         )
 
     def _tail(self, part: LayerParts) -> Any:
@@ -323,13 +328,20 @@ class Native(Fused):
             norm=self._norm(layer.post_per_layer_input_norm) if gated else None,
             scalar=layer.layer_scalar,
             layer=part.number,
-            gelu=gated and _gelu(layer.act_fn),
+            act=self._activation(layer.act_fn if gated else None),
         )
 
-    def _norm(self, module: Any) -> Any:
+    def _activation(self, module: Any) -> Any:
+        kind = "silu" if module is None else _kind(module)
+        if kind != "xielu":
+            return self.extension.Activation(kind)
+        fixed = float(module.beta), float(module.eps)
+        return self.extension.Activation(kind, module.alpha_p, module.alpha_n, *fixed)
+
+    def _norm(self, module: Any, style: str = "") -> Any:
         if module is None:
             return None
-        return self.extension.Norm(*weight_and_epsilon(module), self.model.family.norm)
+        return self.extension.Norm(*weight_and_epsilon(module), style or self.model.family.norm)
 
     def _exact(self, module: nn.Linear | TrimmedHead) -> Any:
         if isinstance(module.weight, Stored):
@@ -359,10 +371,15 @@ def _in_blocks(part: LayerParts) -> bool:
     The same must hold for every expert of a mixture, in both of its weights.
     """
     mixture, linears = part.mixture, part.expansions if part.dense else []
-    sizes = [linears[0].weight.shape[0] // 2] if len(linears) == 1 else []
+    both = len(linears) == 1 and part.family.gated
+    sizes = [linears[0].weight.shape[0] // 2] if both else []
     sizes += [] if mixture is None else [*mixture.experts.down_proj.shape[1:]]
     return not any(size % ROWS for size in sizes)
 
 
-def _gelu(module: Any) -> bool:
-    return activation(module) is not F.silu
+def _kind(module: Any) -> str | None:
+    """The extension's name of an activation, or None."""
+    function = activation(module)
+    if function is F.silu or isinstance(function, partial):
+        return "silu" if function is F.silu else "gelu"
+    return {"ReLUSquaredActivation": "relu2", "XIELUActivation": "xielu"}.get(type(module).__name__)

@@ -85,10 +85,18 @@ class TableRotary:
 
 
 class FusedRotary(TableRotary):
-    """Rotary tables for the fused blocks: the sines include the sign of `rotate_half`."""
+    """Rotary tables for the fused blocks: the sines include the sign of `rotate_half`.
 
-    def __init__(self, tables: Tables) -> None:
-        super().__init__({kind: (cos, _signed(sin)) for kind, (cos, sin) in tables.items()})
+    Args:
+        tables: each half of a table is the same.
+        pairs: see `Family.pairs`.
+    """
+
+    def __init__(self, tables: Tables, pairs: bool = False) -> None:
+        made = {kind: (cos, _signed(sin)) for kind, (cos, sin) in tables.items()}
+        if pairs:
+            made = {kind: (_woven(cos), _woven(sin)) for kind, (cos, sin) in made.items()}
+        super().__init__(made)
 
     def at(self, cache: RowCache) -> Tables:
         """The tables at the positions of a pass for all heads, (B or 1, 1, T, R)."""
@@ -98,6 +106,12 @@ class FusedRotary(TableRotary):
 def _signed(sin: Tensor) -> Tensor:
     first, second = sin.chunk(2, -1)
     return torch.cat((-first, second), -1)
+
+
+def _woven(table: Tensor) -> Tensor:
+    """A table (1, S, R) with the numbers of both halves in turn."""
+    both: Tensor = table.unflatten(-1, (2, -1))  # (1, S, 2, R / 2)
+    return both.transpose(-2, -1).flatten(-2)
 
 
 def gathered(tables: Tables, slots: Tensor) -> Tables:
@@ -110,14 +124,13 @@ def for_heads(tables: Tables) -> Tables:
     return {kind: (cos[:, None], sin[:, None]) for kind, (cos, sin) in tables.items()}
 
 
-def rotated(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+def rotated(x: Tensor, angles: tuple[Tensor, Tensor], pairs: bool = False) -> Tensor:
     """Rotate queries or keys (B, N or K, T, D) by cosines and signed sines (B or 1, 1, T, R)."""
     cos, sin = angles
     if cos.dtype is not x.dtype:  # OLMo's angles are float32
-        return rotated(x.to(cos.dtype), angles).to(x.dtype)
+        return rotated(x.to(cos.dtype), angles, pairs).to(x.dtype)
     rotary = cos.shape[-1]
-    if rotary == x.shape[-1]:
-        return (x * cos).add_(x.roll(rotary // 2, -1).mul_(sin))
-    turned = x[..., :rotary]
-    turned = (turned * cos).add_(turned.roll(rotary // 2, -1).mul_(sin))
-    return torch.cat((turned, x[..., rotary:]), -1)
+    if rotary < x.shape[-1]:
+        return torch.cat((rotated(x[..., :rotary], angles, pairs), x[..., rotary:]), -1)
+    other = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) if pairs else x.roll(rotary // 2, -1)
+    return (x * cos).add_(other.mul_(sin))

@@ -37,10 +37,10 @@ class Architecture:
         eager: whether attention is the library's eager function, not torch's.
         windows: sliding window in tokens of each layer, or None for full attention.
         softcap: the softcap of the final logits, or None.
-        logits_scaling: divisor of the logits (Granite).
+        logits_divisor, logits_factor: what the logits are divided and multiplied by.
         wrapper: what a class around the decoder adds to it, or None.
         encoder: whether this is the decoder of an encoder-decoder.
-        placeholders: tokens that embed as padding wherever no picture replaces them.
+        placeholders, blank: tokens that embed as `blank` wherever no picture replaces them.
         spread: layers are on several devices, and hidden states move between them.
         dtype, device: of the embedding, which takes tokens and returns logits.
 
@@ -98,11 +98,15 @@ class Architecture:
         self.kinds = tuple(dict.fromkeys(part.kind for part in self.parts))
         named = [getattr(outer, name) for name in wrapper.placeholders] if wrapper else []
         self.placeholders = [token for token in named if token is not None]
+        blank = None if wrapper is None else wrapper.blank
+        self.blank: int = config.pad_token_id if blank is None else blank
         capped = self.family.softcap and (wrapper is None or wrapper.softcap)
         capped = capped and outer.model_type not in ASSISTANTS
         self.softcap: float | None = config.final_logit_softcapping if capped else None
-        divisor = self.family.divisor
-        self.logits_scaling = float(getattr(config, divisor)) if divisor else 1.0
+        self.logits_divisor, self.logits_factor = (
+            float(getattr(config, name)) if name else 1.0
+            for name in (self.family.divisor, self.family.multiplier)
+        )
         self.vocabulary: int = config.vocab_size
         self.max_positions: int = config.max_position_embeddings
         embedding = decoder.embed_tokens
@@ -127,9 +131,9 @@ class Architecture:
 
     def parts_of(self, number: int, layer: Any, window: int | None, kind: str) -> LayerParts:
         """Describe a decoder layer of this family, with its own keys and without a tail."""
-        rotates = self.family.rotates
-        kind = kind if not rotates or getattr(layer.self_attn, rotates) else "nope"
+        kind = kind if self.family.rotates(layer.self_attn) else "nope"
         norms = (part_named(layer, name) for name in self.family.norms)
+        norms = (None if isinstance(norm, nn.Identity) else norm for norm in norms)
         return LayerParts(self.family, number, layer, kind, window, number, *norms)
 
     @property
@@ -280,7 +284,8 @@ class Architecture:
 
     def _check_rope(self) -> None:
         for parameters in self._rope_types():
-            if "dynamic" in parameters.get("rope_type", "default"):
+            # Hunyuan's checkpoints call angles "dynamic" that a fixed factor stretches.
+            if "dynamic" in parameters.get("rope_type", "default") and "alpha" not in parameters:
                 raise UnsupportedModelError(
                     "rope type 'dynamic' is not supported: its angles depend on the length of the "
                     "whole batch, so cached keys and drafts would disagree; supported are "

@@ -30,20 +30,29 @@ class Family:
         norm: the order in which a norm multiplies: normalise, cast, times weight ("llama");
             normalise, times (1 + weight), cast ("one plus"); normalise, times weight, cast
             ("wide").
+        last_norm: the same of the norm before the head; "" if it is like the others.
         windows: which layers have a sliding window: "none", "all" (if `config.sliding_window` is
             set), or "by type" (as `config.layer_types` says).
         projections: the linear layers for queries, keys and values; a layer may lack some.
+        gate: the linear layer whose sigmoid multiplies what the attention has read; "" for none.
+        head_norms: the norms of queries, keys and values; a layer may lack some.
+        late_norms: whether they follow the rotation instead of preceding it.
+        query_factor: the attribute of the attention by which normed queries are multiplied; "" for
+            1.
+        pairs: whether a rotation turns neighbouring numbers of a head, rather than a number of its
+            first half with one of its second half.
         expansions: the linear layers at the input of the MLP.
+        gated: whether the first of them, activated, multiplies the second; otherwise there is one.
         activation: the attribute of the MLP that holds its activation.
         positions: whether the attention is called with positions in addition to the angles.
         shares_keys: whether the attention is called with the keys of earlier layers, and lacks its
             own if its `is_kv_shared_layer` is set.
-        rotates: the attribute of the attention that says whether it rotates queries and keys; "":
-            it always does.
+        rotates: whether an attention rotates queries and keys.
         residual: the attribute of a layer by which outputs of sublayers are multiplied; "" for 1.
         score_cap: the attribute of the attention with the softcap of its scores; "" for none.
         softcap: whether the logits pass through `config.final_logit_softcapping`, if set.
-        divisor: the attribute of the config by which logits are divided; "" for 1.
+        divisor, multiplier: the attributes of the config by which logits are divided, and
+            multiplied before their softcap; "" for 1.
         embed: the hidden states before the first layer, (B, T, H), of a decoder's token ids (B, T).
         mixture: the mixture of experts of a layer; None if its MLP is dense.
         inputs, tail: whether layers have their own inputs, and whether something follows their MLP
@@ -57,23 +66,36 @@ class Family:
     package: str = ""
     norms: tuple[str, str, str, str] = ("input_layernorm", "", "post_attention_layernorm", "")
     norm: Literal["llama", "one plus", "wide"] = "llama"
+    last_norm: Literal["", "llama", "one plus", "wide"] = ""
     windows: Literal["none", "all", "by type"] = "none"
     projections: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    gate: str = ""
+    head_norms: tuple[str, str, str] = ("q_norm", "k_norm", "v_norm")
+    late_norms: bool = False
+    query_factor: str = ""
+    pairs: bool = False
     expansions: tuple[str, ...] = ("gate_proj", "up_proj")
+    gated: bool = True
     activation: str = "act_fn"
     positions: bool = False
     shares_keys: bool = False
-    rotates: str = ""
+    rotates: Callable[[Any], bool] = lambda attention: True
     residual: str = ""
     score_cap: str = ""
     softcap: bool = False
     divisor: str = ""
+    multiplier: str = ""
     embed: Callable[[Any, Tensor], Tensor] = lambda decoder, tokens: decoder.embed_tokens(tokens)
     mixture: Callable[[Any], Mixture | None] = lambda layer: None
     inputs: bool = False
     tail: bool = False
     encoder: str = ""
     modules_only: str = ""
+
+    @property
+    def norm_of_head(self) -> str:
+        """The order in which the norm before the head multiplies."""
+        return self.last_norm or self.norm
 
     @property
     def home(self) -> str:
@@ -96,8 +118,9 @@ class Conditional:
         name: its `model_type`.
         softcap: whether its logits pass through the decoder's softcap.
         types: the argument of `generate()` that marks the tokens of pictures.
-        placeholders: the attributes of its config with tokens that embed as padding wherever no
-            picture replaces them.
+        placeholders: the attributes of its config with tokens that embed as another one wherever
+            no picture replaces them.
+        blank: that other token; None for padding.
         two_way: whether tokens of a picture see each other, by the text decoder's config.
         in_full, past_windows: whether they do so in layers with full attention, and beyond the
             window of other layers.
@@ -107,6 +130,7 @@ class Conditional:
     softcap: bool = True
     types: str = "mm_token_type_ids"
     placeholders: tuple[str, ...] = ()
+    blank: int | None = None
     two_way: Callable[[Any], bool] = lambda text: False
     in_full: bool = True
     past_windows: bool = False
@@ -209,8 +233,19 @@ class LayerParts:
     @property
     def head_norms(self) -> tuple[Any, Any, Any]:
         """The norms of queries, keys and values, or None."""
-        q, k, v = (part_named(self.attention, f"{name}_norm") for name in "qkv")
+        q, k, v = (part_named(self.attention, name) for name in self.family.head_norms)
         return q, k, v
+
+    @property
+    def gate(self) -> Any:
+        """The linear layer whose sigmoid multiplies what the attention has read, or None."""
+        return part_named(self.attention, self.family.gate)
+
+    @property
+    def query_factor(self) -> float:
+        """The factor applied to normed queries."""
+        name = self.family.query_factor
+        return float(getattr(self.attention, name)) if name else 1.0
 
     @property
     def expansions(self) -> list[Any]:

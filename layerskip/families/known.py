@@ -55,6 +55,12 @@ def _t5gemma_embed(decoder: Any, tokens: Tensor) -> Tensor:
 _MLP_NORMS = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
 _AROUND = ("input_layernorm", "post_attention_layernorm", *_MLP_NORMS)
 _AFTER = ("", "post_attention_layernorm", "", "post_feedforward_layernorm")
+_IN_ONE: dict[str, Any] = {"expansions": ("gate_up_proj",), "activation": "activation_fn"}
+_UNGATED: dict[str, Any] = {"expansions": ("up_proj",), "gated": False}
+_GRANITE: dict[str, Any] = {
+    "embed": lambda decoder, tokens: decoder.embed_tokens(tokens) * decoder.embedding_multiplier,
+    "residual": "residual_multiplier",
+}
 # Gemma 2 and 3: norms times (1 + weight) on both sides of a sublayer, and some sliding windows.
 _GEMMA2: dict[str, Any] = {"norm": "one plus", "windows": "by type", "softcap": True}
 # Gemma 4: upper layers that read the keys of lower ones, and a mixture in some models.
@@ -74,12 +80,7 @@ _FAMILIES = (
     Family("gemma3_text", package="gemma3", norms=_AROUND, **_GEMMA2),
     Family("gemma4_text", package="gemma4", inputs=True, **_GEMMA4),
     Family("gemma4_unified_text", package="gemma4_unified", **_GEMMA4),
-    Family(
-        "granite",
-        embed=lambda decoder, tokens: decoder.embed_tokens(tokens) * decoder.embedding_multiplier,
-        residual="residual_multiplier",
-        divisor="logits_scaling",
-    ),
+    Family("granite", divisor="logits_scaling", **_GRANITE),
     Family("mistral", windows="all"),
     Family("ministral", windows="by type"),
     Family(
@@ -93,18 +94,72 @@ _FAMILIES = (
     Family("olmo2", norms=_AFTER, norm="wide"),
     Family("olmo3", norms=_AFTER, norm="wide", windows="by type"),
     # One linear layer for queries, keys and values, and one for gate and MLP.
-    Family(
-        "phi3",
-        windows="all",
-        projections=("qkv_proj",),
-        expansions=("gate_up_proj",),
-        activation="activation_fn",
-    ),
+    Family("phi3", windows="all", projections=("qkv_proj",), **_IN_ONE),
     Family("qwen2", windows="by type"),
     Family("qwen3", windows="by type"),
     Family("qwen3_moe", windows="all", mixture=_qwen3_moe),
     # Some layers do not rotate queries and keys by their positions.
-    Family("smollm3", windows="by type", rotates="use_rope"),
+    Family("smollm3", windows="by type", rotates=lambda attention: attention.use_rope),
+    # A gate on what attention reads, norms without weights of its queries and keys, no rotation in
+    # layers with full attention, and a norm behind the embedding, in its class.
+    Family(
+        "muse_glimmer_text",
+        package="muse_glimmer",
+        norms=_AROUND,
+        last_norm="wide",
+        gate="gate_proj",
+        head_norms=("qk_norm", "qk_norm", ""),
+        query_factor="qk_scale_factor",
+        rotates=lambda attention: bool(attention.config.layer_rope_theta[attention.layer_idx]),
+        multiplier="output_multiplier",
+        **_GEMMA2,
+    ),
+    # Llama's own classes.
+    *(Family(name, package="llama") for name in ("exaone", "internlm3", "iquestcoder")),
+    # Llama with other biases, or with windows.
+    Family("seed_oss"),
+    Family("cwm", windows="by type"),
+    # Gemma 2 without norms after its sublayers.
+    Family(
+        "vaultgemma",
+        norms=("input_layernorm", "", "pre_feedforward_layernorm", ""),
+        score_cap="attn_logit_softcapping",
+        **_GEMMA2,
+    ),
+    # Rotations of neighbouring numbers.
+    Family("ernie4_5", pairs=True),
+    Family("helium", norm="wide", pairs=True),
+    Family("glm", pairs=True, **_IN_ONE),
+    Family(
+        "glm4",
+        norms=(
+            "input_layernorm",
+            "post_self_attn_layernorm",
+            "post_attention_layernorm",
+            "post_mlp_layernorm",
+        ),
+        pairs=True,
+        **_IN_ONE,
+    ),
+    # MLPs without a gate.
+    Family("arcee", **_UNGATED),
+    Family("apertus", norms=("attention_layernorm", "", "feedforward_layernorm", ""), **_UNGATED),
+    Family(
+        "hunyuan_v1_dense", head_norms=("query_layernorm", "key_layernorm", ""), late_norms=True
+    ),
+    # Rotations in layers with windows, or in all if none has one.
+    Family(
+        "exaone4",
+        norms=_AFTER,
+        windows="by type",
+        rotates=lambda attention: attention.sliding_window is None or attention.is_sliding,
+    ),
+    Family(
+        "hyperclovax",
+        norms=("input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2"),
+        multiplier="logits_scaling",
+        **_GRANITE,
+    ),
     # Gemma 2's decoder with an encoder, and a cross attention in every layer.
     Family(
         "t5_gemma_module",
@@ -126,6 +181,7 @@ _CONDITIONAL = (
     Conditional("gemma4", in_full=False, **_GEMMA4_PICTURES),
     Conditional("gemma4_unified", past_windows=True, **_GEMMA4_PICTURES),
     *map(Conditional, ("llava", "llava_next", "mistral3")),
+    Conditional("muse_glimmer", placeholders=("image_token_id", "video_token_id"), blank=0),
 )
 _ASSISTANTS = (
     AssistantFamily("gemma4_assistant", "gemma4", "Gemma4"),

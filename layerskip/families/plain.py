@@ -76,7 +76,7 @@ def _not_plain(module: Any, home: str, name: str) -> str | None:
     """Why a module differs from the one that the library's `home` module defines, or None."""
     kind = type(module)
     # Compare by module, since a patch may have replaced the library's own class there.
-    ours = kind is nn.Linear or kind is nn.Dropout or kind.__module__ == home
+    ours = kind in (nn.Linear, nn.Dropout, nn.Identity) or kind.__module__ == home
     # An activation may be any function of one tensor.
     if not ours and not name.endswith(("act_fn", "activation_fn")):
         return f"is a {kind.__name__} of {kind.__module__}, not one of {home}"

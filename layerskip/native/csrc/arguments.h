@@ -68,13 +68,17 @@ struct Arguments {
         check_cache<S>(*each, cache_.keys[attentions], cache_.values[attentions], cache_.bases_of(attentions));
         ++attentions;
         check_matrix<S>(*each->output, width_, own);
+        if (each->gate) check_matrix<S>(*each->gate, own, width_);
       } else if (each->kind == Kind::mlp) {
         if (each->mixture) check_mixture<S>(*each->mixture);
+        require(each->gated || each->inputs.size() == 1, "an MLP without a gate has one input");
         require(each->inputs.size() != 2 || each->inputs[0].rows() == outputs / 2,
                 "gate and up differ in size");
-        require(each->inputs.size() != 1 || !each->inputs[0].layout || outputs % 32 == 0,
+        require(each->inputs.size() != 1 || !each->gated || !each->inputs[0].layout ||
+                    outputs % 32 == 0,
                 "gate and up have whole panels of rows");
-        if (each->output) check_matrix<S>(*each->output, width_, outputs / 2);
+        if (each->output) check_matrix<S>(*each->output, width_, each->inner());
+        check_activation<S>(each->act);
       }
       if (each->tail) check_tail<S>(*each->tail);
     }
@@ -110,6 +114,15 @@ struct Arguments {
               matrix.rows(), ", ", matrix.columns(), ") must be (", outputs, ", ", inputs,
               "); open the model again");
     if (matrix.bias) ::check<S>(*matrix.bias, {outputs}, "a bias");
+  }
+
+  template <typename S>
+  static void check_activation(const Activation& by) {
+    if (by.kind != Act::xielu) return;
+    for (const auto& each : {by.positive, by.negative}) {
+      require(each.has_value(), "xIELU has two numbers");
+      ::check<S>(*each, {1}, "a number of xIELU");
+    }
   }
 
   template <typename S>

@@ -203,12 +203,14 @@ struct Attention {
     const int64_t at = block.begin + j, head = block.head * groups + at % groups;
     const int64_t token = block.row * places.count + at / groups, width = layer.width;
     float* to = out + (token * layer.heads + head) * width;
+    const float* gate = queries + token * stride + layer.projected() + head * width;
     const Vec by(layer.eager ? 1.0f : 1.0f / all[1]);
     with_kernel<S>(width, [&](const auto& kernel) {
       float some[LANES];
       for (int64_t i = 0; i < padded(width); ++i) {
         if (i % LANES == 0) rounded<S>(Vec::loadu(all + 2 + i) * by).store(some);
-        if (const int64_t at = kernel.place(i, width); at < width) to[at] = some[i % LANES];
+        if (const int64_t at = kernel.place(i, width); at < width)
+          to[at] = layer.gate ? rounded<S>(some[i % LANES] * gate[at]) : some[i % LANES];
       }
     });
   }

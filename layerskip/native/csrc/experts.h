@@ -72,7 +72,7 @@ void Pass<S>::run_experts(Worker& me, const Mixture& mixture, const float* x) co
     multiply(me, gate, begins(me, up), tokens, gates, inner);
     multiply(me, up, upcoming(me, up), tokens, ups, inner);
     for (int64_t i = 0; i < tokens; ++i)
-      activate<S>(mixture.gelu, gates + i * inner + mine.first, ups + i * inner + mine.first,
+      activate<S>(mixture.act, gates + i * inner + mine.first, ups + i * inner + mine.first,
                   mine.last - mine.first);
     meet_divided(me);  // until all threads have read the inputs
   }

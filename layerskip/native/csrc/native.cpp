@@ -111,10 +111,17 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
            py::arg("order") = std::nullopt);
   py::class_<Norm>(module, "Norm")
       .def(py::init(&norm_of), py::arg("weight"), py::arg("epsilon"), py::arg("style"));
+  py::class_<Activation>(module, "Activation")
+      .def(py::init([](const std::string& kind, std::optional<Tensor> positive,
+                       std::optional<Tensor> negative, double beta, double epsilon) {
+        return Activation{named<Act>(std::array{"silu", "gelu", "relu2", "xielu"}, kind), positive,
+                          negative, beta, epsilon};
+      }), py::arg("kind"), py::arg("positive") = std::nullopt, py::arg("negative") = std::nullopt,
+           py::arg("beta") = 0.0, py::arg("epsilon") = 0.0);
   py::class_<Tail>(module, "Tail").def(py::init([](const py::kwargs& given) {
     Tail tail;
     Fields{given}("gate", tail.gate)("projection", tail.projection)("norm", tail.norm)(
-        "scalar", tail.scalar)("layer", tail.layer)("gelu", tail.gelu).check();
+        "scalar", tail.scalar)("layer", tail.layer)("act", tail.act).check();
     require(tail.gate.has_value() == tail.projection.has_value(),
             "a tail has a gate and a projection, or neither");
     return tail;
@@ -125,7 +132,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
         "number", mixture.number)("factors", mixture.factors)("whole", mixture.whole)(
         "cast", mixture.cast)("expand", mixture.expand)("shrink", mixture.shrink)(
         "before", mixture.before)("after", mixture.after)("dense", mixture.dense)(
-        "top", mixture.top)("gelu", mixture.gelu).check();
+        "top", mixture.top)("act", mixture.act).check();
     require(mixture.norm.has_value() == mixture.scale.has_value(), "a router's norm has a scale");
     return mixture;
   }));
@@ -142,7 +149,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
             "heads", layer.heads)("kv_heads", layer.kv_heads)("width", layer.width)(
             "window", layer.window)("sink", layer.sink)("angles", layer.angles)(
             "scale", layer.scale)("softcap", layer.softcap)("times", layer.times)(
-            "divisor", layer.divisor)("eager", layer.eager)("gelu", layer.gelu).check();
+            "divisor", layer.divisor)("eager", layer.eager)("act", layer.act)(
+            "factor", layer.factor)("gate", layer.gate)("query_factor", layer.query_factor)(
+            "pairs", layer.pairs)("late_norms", layer.late_norms)("gated", layer.gated).check();
         return plan.add(std::move(layer));
       })
       .def("run", &Plan::run, py::arg("hidden"), py::arg("which"), py::arg("keys"),

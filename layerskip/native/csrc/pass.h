@@ -41,6 +41,7 @@ class Pass : Arguments {
     check_all<S>();
     for (const Sublayer* each : sublayers) {
       int64_t outputs = each->outputs();
+      if (each->kind == Kind::mlp) outputs = each->inner();
       if (each->mixture && each->mixture->top) {
         const Mixture& mixture = *each->mixture;
         pieces_.push_back({&mixture.router, 0, mixture.count()});
@@ -49,15 +50,15 @@ class Pass : Arguments {
         top_ = std::max(top_, mixture.top);
         deep_ = std::max(deep_, mixture.inner());
       }
-      if (each->kind == Kind::mlp && each->inputs.size() == 1) {
+      if (each->kind == Kind::mlp && each->inputs.size() == 1 && each->gated) {
         // the rows of gate are followed by those of up
-        pieces_.push_back({&each->inputs[0], 0, outputs / 2});
-        pieces_.push_back({&each->inputs[0], outputs / 2, outputs / 2});
+        pieces_.push_back({&each->inputs[0], 0, outputs});
+        pieces_.push_back({&each->inputs[0], outputs, outputs});
       } else {
         for (const Matrix& matrix : each->inputs) pieces_.push_back({&matrix, 0, matrix.rows()});
       }
-      if (each->kind == Kind::attention) outputs = each->projected();
-      if (each->kind == Kind::mlp) outputs /= 2;
+      if (each->gate) pieces_.push_back({&*each->gate, 0, each->gate->rows()});
+      if (each->kind == Kind::attention) outputs = each->opened();
       if (each->kind != Kind::head) wide_ = std::max(wide_, outputs);
       deep_ = std::max(deep_, width_);
       if (each->output) {
@@ -345,7 +346,7 @@ class Pass : Arguments {
       multiply(me, first_, inner);
       const S* given = numbers<S>(layer_inputs_) + tail.layer * inner + mine.first;
       for (int64_t t = 0; t < tokens_; ++t)
-        activate<S>(tail.gelu, first_ + t * inner + mine.first, given + t * layers * inner,
+        activate<S>(tail.act, first_ + t * inner + mine.first, given + t * layers * inner,
                     mine.last - mine.first);
       add(me, first_, tail.norm, 1);
     }
@@ -382,11 +383,12 @@ class Pass : Arguments {
     S* out = static_cast<S*>(out_.data_ptr());
     take(me, x);
     multiply(me, out, vocabulary);
-    if (layer.divisor != 1) {
+    if (layer.divisor != 1 || layer.factor != 1) {
       const float by = static_cast<float>(layer.divisor);
+      const float times = static_cast<float>(layer.factor);
       for (int64_t t = 0; t < tokens_; ++t)
         for (int64_t i = t * vocabulary + mine.first; i < t * vocabulary + mine.last; ++i)
-          out[i] = static_cast<S>(static_cast<float>(out[i]) / by);
+          out[i] = static_cast<S>(rounded<S>(static_cast<float>(out[i]) / by) * times);
     }
     if (layer.softcap > 0) {
       const float cap = static_cast<float>(layer.softcap);
@@ -410,30 +412,39 @@ class Pass : Arguments {
     const Range mine = me.share(inner);
     take(me, x);
     multiply(me, first_, inner);
-    multiply(me, second_, inner);
-    for (int64_t t = 0; t < tokens_; ++t)
-      activate<S>(layer.gelu, first_ + t * inner + mine.first, second_ + t * inner + mine.first,
+    if (layer.gated) multiply(me, second_, inner);
+    for (int64_t t = 0; t < tokens_; ++t) {
+      const int64_t at = t * inner + mine.first;
+      activate<S>(layer.act, first_ + at, layer.gated ? second_ + at : nullptr,
                   mine.last - mine.first);
+    }
   }
 
   // Rotate a query or key to its position.
-  static void turn(const Angles& angles, int64_t place, float* x) {
+  static void turn(const Angles& angles, bool pairs, int64_t place, float* x) {
     const int64_t rotary = angles.cos.size(2), at = place * rotary;
+    const auto by = [&](const auto* cos, const auto* sin) {
+      if (pairs)
+        rotate_pairs<S>(x, cos, sin, rotary);
+      else
+        rotate<S>(x, cos, sin, rotary);
+    };
     if (angles.cos.scalar_type() == at::kFloat)
-      rotate<S>(x, numbers<float>(angles.cos) + at, numbers<float>(angles.sin) + at, rotary);
+      by(numbers<float>(angles.cos) + at, numbers<float>(angles.sin) + at);
     else
-      rotate<S>(x, numbers<S>(angles.cos) + at, numbers<S>(angles.sin) + at, rotary);
+      by(numbers<S>(angles.cos) + at, numbers<S>(angles.sin) + at);
   }
 
   void attend_all(Worker& me, const Sublayer& layer, const float* x, int64_t number) const {
     const int64_t heads = layer.heads, kv = layer.kv_heads, width = layer.width;
-    const int64_t stride = layer.projected();
+    const int64_t stride = layer.opened(), gate = layer.projected();
     int64_t offset = 0;
     take(me, x);
     for (const Matrix& matrix : layer.inputs) {
       multiply(me, first_ + offset, stride);
       offset += matrix.rows();
     }
+    if (layer.gate) multiply(me, first_ + gate, stride);
     me.meet();
     const bool q_whole = of_all(layer.q_norm, width), k_whole = of_all(layer.k_norm, width);
     if (q_whole || k_whole) {
@@ -452,20 +463,28 @@ class Pass : Arguments {
     const Angles& angles = angles_[layer.angles];
     const int64_t turned = heads + (layer.writes() ? kv : 0);  // heads to rotate
     const bool alike = layer.alike();
+    const Vec factor(static_cast<float>(layer.query_factor));
     for (int64_t unit = me.number; unit < tokens_ * turned; unit += me.of) {
       const int64_t token = unit / turned, head = unit % turned;
       const int64_t row = token / count_, place = cache_.places.position(row, token % count_);
       float* x = first_ + token * stride + head * width;
+      const auto norm_and_turn = [&](const std::optional<Norm>& norm) {
+        if (layer.late_norms) turn(angles, layer.pairs, place, x);
+        if (norm) normalise<S>(*norm, x, width, x);
+        if (head < heads && layer.query_factor != 1)
+          map(width, x, [&](Vec x) { return rounded<S>(x * factor); }, x);
+        if (!layer.late_norms) turn(angles, layer.pairs, place, x);
+      };
       if (head < heads) {
-        if (layer.q_norm && !q_whole) normalise<S>(*layer.q_norm, x, width, x);
-        turn(angles, place, x);
+        norm_and_turn(q_whole ? std::nullopt : layer.q_norm);
+        float* open = first_ + token * stride + gate + head * width;
+        if (layer.gate) map(width, open, [](Vec x) { return rounded<S>(sigmoid(x)); }, open);
         continue;
       }
       float* value = x + kv * width;
       if (alike) std::copy_n(x, width, value);
       if (layer.v_norm) normalise<S>(*layer.v_norm, value, width, value);
-      if (layer.k_norm && !k_whole) normalise<S>(*layer.k_norm, x, width, x);
-      turn(angles, place, x);
+      norm_and_turn(k_whole ? std::nullopt : layer.k_norm);
       const int64_t slot = cache_.places.slot(row, token % count_) - (bases ? bases[row] : 0);
       const int64_t at = ((row * kv + head - heads) * slots + slot) * width;
       for (int64_t i = 0; i < width; ++i) {

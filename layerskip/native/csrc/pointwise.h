@@ -45,6 +45,17 @@ void normalise(const Norm& norm, const float* x, int64_t width, float* out) {
 
 // Rotate one head in place by the angles of its position, (R,) each. Products are rounded to A.
 template <typename S, typename A>
+void rotate_pairs(float* x, const A* cos, const A* sin, int64_t rotary) {
+  for (int64_t i = 0; i < rotary / 2; ++i) {
+    const float a = x[2 * i], b = x[2 * i + 1];
+    const float by = static_cast<float>(cos[i]), across = static_cast<float>(sin[i]);
+    x[2 * i] = rounded<S>(rounded<A>(a * by) + rounded<A>(-b * across));
+    x[2 * i + 1] = rounded<S>(rounded<A>(b * by) + rounded<A>(a * across));
+  }
+}
+
+// The same where a rotation turns numbers of two halves.
+template <typename S, typename A>
 void rotate(float* x, const A* cos, const A* sin, int64_t rotary) {
   const int64_t half = rotary / 2;
   for (int64_t i = 0; i < half; i += LANES) {
@@ -59,20 +70,46 @@ void rotate(float* x, const A* cos, const A* sin, int64_t rotary) {
   }
 }
 
-// gate = activation(gate) * up
+inline Vec sigmoid(const Vec& x) { return Vec(1.0f) / (Vec(1.0f) + x.neg().exp()); }
+
+// gate = function(gate) * up, or function(gate) if `up` is null
+template <typename S, typename Function, typename U>
+void activated(const Function& function, float* gate, const U* up, int64_t count) {
+  if (!up) return map(count, gate, [&](Vec x) { return rounded<S>(function(x)); }, gate);
+  map(count, gate, [&](Vec x, Vec up) { return rounded<S>(rounded<S>(function(x)) * up); }, gate,
+      up);
+}
+
+// The same with an activation.
 template <typename S, typename U>
-void activate(bool gelu, float* gate, const U* up, int64_t count) {
-  const Vec one(1.0f), half(0.5f), part(0.044715f);
+void activate(const Activation& by, float* gate, const U* up, int64_t count) {
+  const Vec one(1.0f), half(0.5f), part(0.044715f), none(0.0f);
   const Vec scale(static_cast<float>(M_SQRT2 * M_2_SQRTPI * 0.5));
-  if (!gelu)
-    map(count, gate, [&](Vec x, Vec up) {
-      return rounded<S>(rounded<S>(x / (one + x.neg().exp())) * up);
-    }, gate, up);
-  else
-    map(count, gate, [&](Vec x, Vec up) {
+  if (by.kind == Act::silu)
+    return activated<S>([&](Vec x) { return x / (one + x.neg().exp()); }, gate, up, count);
+  if (by.kind == Act::gelu)
+    return activated<S>([&](Vec x) {
       const Vec inner = scale * (x + part * x * x * x);
-      return rounded<S>(rounded<S>(half * x * (one + inner.tanh())) * up);
-    }, gate, up);
+      return half * x * (one + inner.tanh());
+    }, gate, up, count);
+  if (by.kind == Act::relu2)
+    return activated<S>([&](Vec x) {
+      const Vec above = at::vec::maximum(x, none);
+      return above * above;
+    }, gate, up, count);
+  const auto soft = [](const std::optional<Tensor>& of) {  // softplus
+    return rounded<S>(std::log1p(std::exp(static_cast<float>(numbers<S>(of)[0]))));
+  };
+  const float fixed = rounded<S>(static_cast<float>(by.beta));
+  const Vec beta(fixed), positive(soft(by.positive));
+  const Vec negative(rounded<S>(fixed + soft(by.negative)));
+  const Vec epsilon(rounded<S>(static_cast<float>(by.epsilon)));
+  activated<S>([&](Vec x) {
+    const Vec line = rounded<S>(beta * x);
+    const Vec above = rounded<S>(rounded<S>(positive * x) * x) + line;
+    const Vec low = rounded<S>(rounded<S>(at::vec::minimum(x, epsilon).expm1()) - x);
+    return Vec::blendv(rounded<S>(low * negative) + line, above, x > none);
+  }, gate, up, count);
 }
 
 // hidden += by * result

@@ -25,6 +25,16 @@ struct Norm {
   Style style;
 };
 
+enum class Act { silu, gelu, relu2, xielu };  // gelu: by tanh; relu2: the square of ReLU
+
+// An activation. xIELU (arXiv:2411.13010) has two trained numbers (1,), before a softplus, and two
+// that are fixed.
+struct Activation {
+  Act kind = Act::silu;
+  std::optional<Tensor> positive, negative;
+  double beta = 0, epsilon = 0;
+};
+
 // What some layers do after their MLP, even if it is skipped: they add a projection of the layer's
 // own inputs and multiply the hidden states by a scalar.
 struct Tail {
@@ -32,7 +42,7 @@ struct Tail {
   std::optional<Norm> norm;
   std::optional<Tensor> scalar;  // (1,)
   int64_t layer = 0;             // whose inputs it reads
-  bool gelu = false;
+  Activation act;
 };
 
 // A mixture of experts, beside a dense MLP or in its place. Every token uses the `top` experts with
@@ -48,7 +58,7 @@ struct Mixture {
   Matrix expand, shrink;         // (E, 2 I, H) and (E, H, I)
   std::optional<Norm> before, after, dense;  // around the experts, and after the dense MLP
   int64_t top = 0;               // experts per token
-  bool gelu = false;
+  Activation act;
 
   int64_t inner() const { return shrink.columns(); }
   int64_t count() const { return router.rows(); }
@@ -61,6 +71,7 @@ struct Sublayer {
   std::optional<Norm> before, after, q_norm, k_norm, v_norm;
   std::vector<Matrix> inputs;  // q, k, v or one of all; gate, up or one of both; else one
   std::optional<Matrix> output;
+  std::optional<Matrix> gate;  // whose sigmoid multiplies what an attention has read
   std::optional<Tail> tail;
   std::optional<Mixture> mixture;
   int64_t heads = 0, kv_heads = 0, width = 0;
@@ -68,10 +79,14 @@ struct Sublayer {
   int64_t sink = 0;     // first slots that stay visible beside a window
   int64_t angles = 0;   // index of its rotary table
   double scale = 1, softcap = 0;
+  double query_factor = 1;  // multiplies normed queries
   double times = 1;     // factor on its output
-  double divisor = 1;   // the logits are divided by it
+  double divisor = 1, factor = 1;  // the logits are divided and multiplied by them
   bool eager = false;   // round scores as the library's eager attention does
-  bool gelu = false;
+  bool pairs = false;   // a rotation turns neighbouring numbers, not those of two halves
+  bool late_norms = false;  // queries and keys are normalised after their rotation
+  bool gated = true;    // an MLP has a gate; otherwise its only input is activated
+  Activation act;
 
   // rows of all inputs together
   int64_t outputs() const {
@@ -85,6 +100,10 @@ struct Sublayer {
   bool alike() const { return outputs() == (heads + kv_heads) * width; }
   // numbers of a token's queries, keys and values
   int64_t projected() const { return (heads + (writes() ? 2 * kv_heads : 0)) * width; }
+  // the same with a gate, which follows them
+  int64_t opened() const { return projected() + (gate ? heads * width : 0); }
+  // inputs of an MLP's output
+  int64_t inner() const { return outputs() / (gated ? 2 : 1); }
 };
 
 // The enum member whose position in `names` is that of the word.
