@@ -14,6 +14,7 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 from layerskip.config.skips import SkipConfig
 from layerskip.decoding.controllers import Controller
 from layerskip.decoding.seats import Seat
+from layerskip.families import known
 from layerskip.research.trees import GrownTrees
 
 VOCABULARY = 97
@@ -52,10 +53,15 @@ _GEMMA4 = {
 }
 _KEYS_AS_VALUES = {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
 _NO_INPUTS = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
+TOWER = {
+    **{"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2},
+    **{"num_attention_heads": 2, "patch_size": 4, "pos_emb_height": 4, "pos_emb_width": 4},
+}
 _MIXTURE = {"num_experts": 4, "moe_intermediate_size": 16}
 
 # the `model_type` of families whose name here differs from it
 _TYPES = {"gemma3": "gemma3_text", "gemma4_unified": "gemma4_unified_text"}
+_TYPES |= {"muse_glimmer": "muse_glimmer_text"}
 _TYPES |= dict.fromkeys(("gemma4", "gemma4_dense", "gemma4_mixture"), "gemma4_text")
 # family -> changes to the common configuration
 _SLIDING = {"sliding_window": WINDOW, "layer_types": _BY_TYPE}
@@ -111,8 +117,40 @@ _FAMILIES |= {
     "olmo3": _SLIDING,
     "mixtral": _HEAD | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW},
     "qwen3_moe": _HEAD | _MIXTURE | {"num_experts_per_tok": 2, "mlp_only_layers": [1]},
+    "muse_glimmer": {  # every third layer does not rotate
+        **(_HEAD | _SLIDING | {"final_logit_softcapping": 5.0, "output_multiplier": 0.4}),
+        "layer_rope_theta": [1e4, 1e4, 0] * 2,
+    },
+    "ernie4_5": _HEAD | {"use_bias": True},
+    "apertus": _HEAD,
+    "hunyuan_v1_dense": {
+        **_HEAD,
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 4.0, "factor": 1.0},
+    },
 }
 EVERY = tuple(_FAMILIES)
+_FAMILIES |= {
+    "internlm3": _HEAD,
+    "iquestcoder": _HEAD,
+    "exaone": _HEAD,
+    "seed_oss": _HEAD | {"attention_bias": True},
+    "cwm": _HEAD | _SLIDING,
+    "vaultgemma": {
+        **(_GEMMA | _SLIDING | {"query_pre_attn_scalar": 8}),
+        **{"attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0},
+    },
+    "helium": _HEAD,
+    "glm": _HEAD | {"partial_rotary_factor": 0.5, "attention_bias": True},
+    "glm4": _HEAD | {"partial_rotary_factor": 0.5},
+    "arcee": _HEAD,
+    "exaone4": _HEAD | _SLIDING,
+    "hyperclovax": {
+        **(_HEAD | {"embedding_multiplier": 1.5, "attention_multiplier": 0.2}),
+        **{"residual_multiplier": 0.8, "logits_scaling": 0.5, "use_post_norm": True},
+    },
+}
+OTHERS = tuple(_FAMILIES)[len(EVERY) :]
+"""Families whose parts all occur in those. Few tests visit them, each in few cases."""
 # families whose parts all occur in others, or that have their own tests
 _ALIKE = ("gemma4_unified", "gemma4_mixture", "ministral", "ministral3", "olmo2", "qwen3_moe")
 MOST = [*(family for family in EVERY if family not in _ALIKE), *slow(*_ALIKE)]
@@ -143,15 +181,16 @@ def tiny_model(family, *, dtype=torch.float64, attention=None, seed=0, **overrid
     kind = _TYPES.get(family, family)
     require(kind)
     shape = {**_SHAPE, **_FAMILIES[family], **overrides}
-    if shape.get("layer_types"):  # those of the last layers
-        shape["layer_types"] = shape["layer_types"][-shape["num_hidden_layers"] :]
+    layers = shape["num_hidden_layers"]
+    for name in shape.keys() & {"layer_types", "layer_rope_theta"}:  # those of the last layers
+        shape[name] = shape[name] and (shape[name] * layers)[-layers:]
     config = CONFIG_MAPPING[kind](**shape)
     if attention is not None:
         config._attn_implementation = attention
     config._experts_implementation = "eager"  # the library's faster experts do not support float64
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
+        model = _of(config)
         # norm weights and biases start as constants, which would hide errors in their use
         with torch.no_grad():
             for weight in model.parameters():
@@ -163,6 +202,27 @@ def tiny_model(family, *, dtype=torch.float64, attention=None, seed=0, **overrid
     model = model.to(dtype).eval()
     model.generation_config.eos_token_id = None
     return model
+
+
+def _of(config):
+    if config.model_type != "muse_glimmer_text":
+        return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
+    outer = transformers.MuseGlimmerConfig(
+        text_config=config,
+        vision_config=TOWER,
+        image_token_id=96,
+        video_token_id=95,
+        out_hidden_size=64,
+        projector_hidden_size=32,
+        tie_word_embeddings=config.tie_word_embeddings,
+    )
+    outer._attn_implementation = config._attn_implementation
+    return transformers.MuseGlimmerForConditionalGeneration(outer)
+
+
+def decoder_of(model):
+    """The text decoder of a model."""
+    return getattr(model.model, "language_model", model.model)
 
 
 def prompt(length, *, rows=1, seed=0):
@@ -179,21 +239,23 @@ def lively_model(family, **overrides):
     an untied head after a stronger norm makes the laws uneven.
     """
     model = tiny_model(family, **({"tie_word_embeddings": False} | overrides))
-    gemma = family.startswith("gemma")  # multiplies embeddings by sqrt(width)
+    decoder = decoder_of(model)
+    gemma = "gemma" in family  # multiplies embeddings by sqrt(width)
     plus = gemma and not family.startswith("gemma4")  # norms multiply by 1 + weight
     with torch.no_grad():
-        for layer in model.model.layers:
-            if hasattr(layer, "post_feedforward_layernorm"):
+        for layer in decoder.layers:
+            if hasattr(layer, "post_feedforward_layernorm") or hasattr(layer, "post_mlp_layernorm"):
                 for name, norm in layer.named_modules():
                     if name.startswith("post_") and name.endswith(("layernorm", "input_norm")):
-                        norm.weight.copy_((1 + norm.weight) * 0.25 - 1 if plus else norm.weight / 4)
+                        own = plus or family == "muse_glimmer"
+                        norm.weight.copy_((1 + norm.weight) * 0.25 - 1 if own else norm.weight / 4)
             else:
                 layer.self_attn.o_proj.weight.mul_(0.25)
                 down = getattr(layer.mlp, "experts", layer.mlp).down_proj
                 getattr(down, "weight", down).mul_(0.25)
-        embedding = model.model.embed_tokens.weight
-        embedding.div_(embedding.std() * (model.config.hidden_size**0.5 if gemma else 1.0))
-        norm = model.model.norm.weight
+        embedding = decoder.embed_tokens.weight
+        embedding.div_(embedding.std() * (embedding.shape[1] ** 0.5 if gemma else 1.0))
+        norm = decoder.norm.weight
         norm.copy_((1 + norm) * 2 - 1) if plus else norm.mul_(2)
     return model
 
@@ -206,10 +268,11 @@ def windowed(family, window, *, turn=0, shared=0, **shape):
         turn: 0 if the first layer has a window, 1 if the second has.
         shared: the number of layers that read the keys of others, in `gemma4`.
     """
-    if family not in ("llama", "gemma", "granite", "olmo2", "smollm3"):
+    windows = "none" if family == "smollm3" else known.FAMILIES[_TYPES.get(family, family)].windows
+    if windows != "none":
         shape["sliding_window"] = window
     gemma4, kinds = family.startswith("gemma4"), ("sliding_attention", "full_attention")
-    if gemma4 or family in ("gemma2", "gemma3", "ministral", "olmo3", "qwen2", "qwen3"):
+    if windows == "by type":
         kinds = [kinds[(i + turn) % 2] for i in range(shape["num_hidden_layers"])]
         shape["layer_types"] = [*kinds[:-1], "full_attention"] if gemma4 else kinds
     if family == "gemma4":
@@ -223,7 +286,7 @@ def near(model, noise, seed=1):
     other = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for weight in other.model.layers.parameters():
+        for weight in decoder_of(other).layers.parameters():
             if weight.dim() > 1:
                 shift = torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
                 weight.add_(shift * weight.std() * noise)

@@ -2,7 +2,7 @@
 
 import torch
 import transformers
-from models import WINDOW, lively_model, prompt
+from models import TOWER, WINDOW, decoder_of, lively_model, prompt
 
 from layerskip.costs.speculation import CostTable
 
@@ -39,6 +39,7 @@ KINDS = {
     "llava": ("LlavaConfig", "llama"),
     "llava next": ("LlavaNextConfig", "mistral"),
     "mistral3": ("Mistral3Config", "ministral3"),
+    "muse glimmer": ("MuseGlimmerConfig", "muse_glimmer"),
 }
 TWO_WAY = ("gemma3", "gemma4 two-way", "gemma4 unified")
 
@@ -65,6 +66,9 @@ def _values(kind, size):
     if kind.startswith("gemma4"):
         tower = transformers.Gemma4VisionConfig(**_CLIP, **_GEMMA4, pooling_kernel_size=2)
         return {"vision_config": tower, **_GEMMA4_IDS}
+    if kind == "muse glimmer":
+        ids = {"image_token_id": PLACEHOLDER, "video_token_id": 92}
+        return {"vision_config": TOWER, "out_hidden_size": 64, "projector_hidden_size": 32, **ids}
     if kind == "mistral3":
         tower = transformers.PixtralVisionConfig(**_CLIP, image_size=8 * side)
         return {"vision_config": tower, "spatial_merge_size": 2, **index}
@@ -76,14 +80,15 @@ def conditional(kind, size=4, **overrides):
     """A lively decoder behind a random vision tower, whose pictures are `size` tokens."""
     config_class, family = KINDS[kind]
     text = lively_model(family, **overrides)
-    config = getattr(transformers, config_class)(text_config=text.config, **_values(kind, size))
+    how = {"text_config": decoder_of(text).config, **_values(kind, size)}
+    config = getattr(transformers, config_class)(**how)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = transformers.AutoModelForImageTextToText.from_config(config)
         with torch.no_grad():
             for weight in model.parameters():
                 weight.normal_(std=0.3)
-    model.model.language_model, model.lm_head = text.model, text.lm_head
+    model.model.language_model, model.lm_head = decoder_of(text), text.lm_head
     model = model.to(text.dtype).eval()
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
@@ -98,6 +103,12 @@ def _pixels(kind, size, number):
         patches = torch.rand(number, side * side, 48, generator=generator)
         places = torch.cartesian_prod(torch.arange(side), torch.arange(side)).flip(-1)
         return {"pixel_values": patches, "image_position_ids": places.repeat(number, 1, 1)}
+    if kind == "muse glimmer":
+        patches = torch.rand(number * 4 * size, 96, generator=generator)
+        return {
+            "pixel_values": patches,
+            "image_grid_thw": torch.tensor([[1, 2 * side, 2 * side]] * number),
+        }
     edge = {"mistral3": 8}.get(kind, 4) * side
     pixels = torch.randn(number, 3, edge, edge, generator=generator)
     sizes = torch.tensor([[edge, edge]] * number)

@@ -1,5 +1,6 @@
 """Every language model of the library: it is served as the table says, and decodes correctly."""
 
+import re
 from pathlib import Path
 
 import architectures
@@ -7,6 +8,7 @@ import pytest
 import transformers
 from marks import slow
 from models import ragged
+from packaging.version import Version
 from small import EIGHT, NEW_TOKENS, alone, decoded, new_tokens, small_model
 
 from layerskip.cli.env import render
@@ -30,20 +32,26 @@ WHOLE = sorted({kind for kind, how in SERVED.items() if how.startswith("whole")}
 
 @pytest.mark.thorough
 def test_the_table_is_what_the_installed_library_is():
-    """Names models that are new, gone or served differently. scripts/architectures.py fixes it."""
+    """Names models that are new, gone or served differently. scripts/architectures.py fixes it.
+
+    Older versions lack some of them.
+    """
     found = architectures.served()
+    installed, listed = Version(transformers.__version__), Version(TRANSFORMERS)
     changed = [
         f"{kind}: {SERVED.get(kind, 'not listed')} -> {found.get(kind, 'gone')}"
-        for kind in sorted({*found} | {*SERVED})
+        for kind in sorted({*found} | ({*SERVED} if installed >= listed else set()))
         if found.get(kind) != SERVED.get(kind)
     ]
-    if transformers.__version__ != TRANSFORMERS:
-        pytest.skip(f"transformers {transformers.__version__}: {'; '.join(changed) or 'the same'}")
+    if installed > listed:
+        pytest.skip(f"transformers {installed}: {'; '.join(changed) or 'the same'}")
     assert changed == []
 
 
-def test_the_table_is_of_the_pinned_version():
-    assert f"transformers=={TRANSFORMERS}" in (ROOT / "constraints.txt").read_text().splitlines()
+def test_the_table_is_of_the_newest_version_that_is_admitted():
+    admitted = re.search(r'"transformers>=.*,<(.*)"', (ROOT / "pyproject.toml").read_text())
+    newest = Version(TRANSFORMERS)
+    assert f"{newest.major}.{newest.minor + 1}" == admitted[1]
     levels = {how for how in SERVED.values() if not how.startswith("refused: ")}
     assert levels == {*DRAFTS}
 

@@ -25,7 +25,7 @@ from agreement import BOUNDS, DIFFERING, assert_agree, pairs
 from covering import covering
 from filelock import FileLock
 from marks import thorough
-from models import EVERY, FAMILIES, SKIPS, WINDOW, lively_model, prompt, ragged, tiny_model
+from models import EVERY, FAMILIES, OTHERS, SKIPS, WINDOW, lively_model, prompt, ragged, tiny_model
 from ties import partings
 from torch.utils import cpp_extension
 from transformers import TopPLogitsWarper
@@ -46,6 +46,7 @@ from layerskip.weights.draft_head import TrimmedHead
 
 DTYPES = (torch.float32, torch.bfloat16)
 SERVED = [family for family in EVERY if family not in models.MODULES_ONLY]
+PATHS = list(product(("default", "eager"), DTYPES))
 MIXTURES = ("gemma4_mixture", "mixtral", "qwen3_moe")
 # wired unlike the others
 COUSINS = ("gemma4", "gemma4_mixture", "olmo3", "smollm3", "granite", "mixtral")
@@ -71,9 +72,13 @@ def calls(spied):
 @pytest.mark.parametrize(
     ("family", "attention", "dtype"),
     [
-        case
-        for case in product(SERVED, ("default", "eager"), DTYPES)
-        if case[0] not in MIXTURES or case[2] is torch.float32  # see the next test
+        *(
+            (family, *path)
+            for family, path in product(SERVED, PATHS)
+            if family not in MIXTURES or path[1] is torch.float32  # see the next test
+        ),
+        *((family, *PATHS[number % 4]) for number, family in enumerate(OTHERS)),
+        *thorough(*((family, *PATHS[number % 4 - 1]) for number, family in enumerate(OTHERS))),
     ],
 )
 def test_every_sublayer_agrees_with_the_module_path(built, family, attention, dtype):

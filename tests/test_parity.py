@@ -17,6 +17,7 @@ from models import (
     EVERY,
     MODULES_ONLY,
     MOST,
+    OTHERS,
     SKIPS,
     WINDOW,
     Erratic,
@@ -47,7 +48,8 @@ AXES = {
     "execution": ("modules", "fused"),
 }
 PAIRS = covering(*AXES.values())
-TRIPLES = covering(*AXES.values(), strength=3)
+PAIRS += [(family, *case[1:]) for family, case in zip(OTHERS, PAIRS, strict=False)]
+TRIPLES = covering(*(AXES | {"family": (*EVERY, *OTHERS)}).values(), strength=3)
 
 
 @functools.cache
@@ -64,7 +66,7 @@ def reference(family, rows, lengths):
     """New tokens of the library's own greedy decoding."""
     model, (ids, mask) = model_of(family), batch(rows, lengths)
     batches = [(ids, mask)]
-    if family == "gemma2":  # see the module's docstring
+    if family in ("gemma2", "vaultgemma"):  # see the module's docstring
         batches = [(i[m.bool()][None], m[m.bool()][None]) for i, m in zip(ids, mask, strict=True)]
     new = []
     for i, m in batches:

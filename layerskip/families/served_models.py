@@ -5,7 +5,7 @@ scripts/architectures.py generates it. A test compares it with the installed lib
 
 from __future__ import annotations
 
-TRANSFORMERS = "5.23.0"
+TRANSFORMERS = "5.24.0"
 """The version of transformers whose models are listed."""
 DRAFTS = {
     "opened": (
@@ -21,28 +21,29 @@ DRAFTS = {
 """By level, what may draft there."""
 _GROUPS = {
     "opened": """
-        gemma gemma2 gemma3_text gemma4_text gemma4_unified_text granite llama ministral ministral3
-        mistral mixtral olmo2 olmo3 phi3 qwen2 qwen3 qwen3_moe smollm3
+        apertus arcee cwm ernie4_5 exaone exaone4 gemma gemma2 gemma3_text gemma4_text
+        gemma4_unified_text glm glm4 granite helium hunyuan_v1_dense hyperclovax internlm3
+        iquestcoder llama ministral ministral3 mistral mixtral olmo2 olmo3 phi3 qwen2 qwen3
+        qwen3_moe seed_oss smollm3 vaultgemma
     """,
     "opened, with pictures": """
-        gemma3 gemma4 gemma4_unified llava llava_next mistral3
+        gemma3 gemma4 gemma4_unified llava llava_next mistral3 muse_glimmer
     """,
     "opened, with an encoder": """
         t5gemma
     """,
     "whole": """
-        afmoe apertus arcee aria_text axk1 bamba beam biogpt bitnet bloom codegen cohere cohere2
-        cohere2_moe cohere_compass_text ctrl cwm dbrx deepseek_v2 deepseek_v3 diffllama doge dots1
-        emu3 ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon falcon_h1 falcon_mamba flex_olmo flint
-        fuyu gemma3n gemma3n_text git glm glm4 glm4_moe glm4_moe_lite got_ocr2 gpt-sw3 gpt2
-        gpt_bigcode gpt_neo gpt_neox gpt_neox_japanese gpt_oss gptj granite_swa granitemoe
-        granitemoe_swa granitemoehybrid granitemoeshared helium hrm_text hunyuan_v1_dense
-        hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2 jamba jetmoe kolibri1 laguna
-        lfm2 lfm2_moe lfm3 llama4 llama4_text longcat_flash mamba mamba2 mellum mimo_v2_flash
-        minicpm3 minimax_m2 minimax_m3_vl_text mllama modernbert-decoder moss_transcribe_diarize mpt
-        nanochat nemotron nemotron_h olmo olmo_hybrid olmoe opt persimmon phi phi4_multimodal phimoe
-        qwen2_moe qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next seed_oss solar_open
-        stablelm starcoder2 vaultgemma xglm youtu
+        afmoe apertus1p5_text aria_text axk1 bamba beam biogpt bitnet bloom codegen cohere cohere2
+        cohere2_moe cohere_compass_text ctrl dbrx deepseek_v2 deepseek_v3 diffllama doge dory dots1
+        emu3 ernie4_5_moe exaone_moe falcon falcon_h1 falcon_mamba flex_olmo flint fuyu gemma3n
+        gemma3n_text git glm4_moe glm4_moe_lite got_ocr2 gpt-sw3 gpt2 gpt_bigcode gpt_neo gpt_neox
+        gpt_neox_japanese gpt_oss gptj granite_swa granitemoe granitemoe_swa granitemoehybrid
+        granitemoeshared hrm_text hunyuan_v1_moe hy_v3 jais2 jamba jetmoe kolibri1 laguna lfm2
+        lfm2_moe lfm3 llama4 llama4_text longcat_flash mamba mamba2 mellum mimo_v2_flash minicpm3
+        minimax_m2 minimax_m3_vl_text mllama modernbert-decoder moss_transcribe_diarize mpt nanochat
+        nemotron nemotron_h olmo olmo_hybrid olmoe opt persimmon phi phi4_multimodal phimoe
+        qwen2_moe qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next sarvam_mla sarvam_moe
+        solar_open stablelm starcoder2 xglm youtu
     """,
     "whole, with an encoder": """
         bart bigbird_pegasus blenderbot blenderbot-small led longt5 m2m_100 marian mbart mt5 mvp
@@ -55,7 +56,8 @@ _GROUPS = {
         moshi musicgen musicgen_melody
     """,
     "refused: it has a recurrent state of a kind that is not kept here": """
-        bailing_hybrid deepseek_v4 kimi_linear qwen4_exp qwen4_exp_text rwkv xlstm zamba zamba2 zaya
+        bailing_hybrid deepseek_v4 kimi_linear lara_mini qwen4_exp qwen4_exp_text rwkv xlstm zamba
+        zamba2 zaya
     """,
     "refused: it has bidirectional attention (its config says is_decoder=False)": """
         bert bert-generation big_bird camembert data2vec-text electra ernie megatron-bert reformer
@@ -80,8 +82,8 @@ _GROUPS = {
         blt
     """,
     "refused: its cache cannot be rolled back": """
-        axk2 deepseek_v32 dots3_note dots3_note_text glm_moe_dsa hy_v4 inkling2_text inkling_text
-        minimax
+        axk2 deepseek_v32 dots3_note dots3_note_text glm_moe_dsa hy_v4 inkling2_loop_text
+        inkling2_text inkling_text minimax
     """,
     "refused: its decoder has no configuration": """
         fsmt
