@@ -23,39 +23,35 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from layerskip.files.writing import replacing_folder, write_text
 from layerskip.library import cache_name, classes_of
-from layerskip.weights.formats.tensors import Tensors
+from layerskip.model.published_head import PublishedHead
 
 _PREFIXES = {"llama": "Llama", "qwen3": "Qwen3"}
 """The library's classes, by type of the head's layers."""
-_UNREAD = {"t2d", "verifier_norm.weight", "verifier_lm_head.weight", "rotary_emb.inv_freq"}
-"""Tensors in published files that drafting does not need."""
 
 
-class Eagle(nn.Module):
-    """A head, at first without weights; its parts are named as in files of `speculators`.
+class Eagle(PublishedHead):
+    """A head, at first without weights.
 
     Args:
         config: as returned by `eagle_config`.
 
     Attributes:
-        shape: the library's config of its layer.
         depths: numbers of target layers after which its states are read; None: the usual three.
-        d2t: for each row of its own head, the number to add to get the target's token, (D,).
     """
 
-    d2t: Tensor
-    embed_tokens: Any
-    lm_head: Any
+    kind = "EAGLE-3 head"
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__()
         values = dict(config["transformer_layer_config"])
         kind = values.pop("model_type", "llama")
+        if kind not in _PREFIXES:
+            raise ValueError(f"its layers must be those of llama or qwen3, got {kind!r}")
         prefix = _PREFIXES[kind]
         library = vars(importlib.import_module(classes_of(kind)))
         layer_type, norm = library[f"{prefix}DecoderLayer"], library[f"{prefix}RMSNorm"]
-        self.config, self.shape = config, CONFIG_MAPPING[kind](**values)
-        shape: Any = self.shape
+        self.config = config
+        shape: Any = CONFIG_MAPPING[kind](**values)
         shape._attn_implementation = "sdpa"
         kinds = getattr(shape, "layer_types", None) or ["full_attention"]
         if shape.num_hidden_layers != 1 or kinds != ["full_attention"]:
@@ -63,12 +59,11 @@ class Eagle(nn.Module):
         width, eps = shape.hidden_size, shape.rms_norm_eps
         self.target_width: int = config.get("target_hidden_size") or width
         self.depths: list[int] | None = config.get("eagle_aux_hidden_state_layer_ids")
-        drafted = config.get("draft_vocab_size") or shape.vocab_size
         count = len(self.depths or range(3))
         self.residual_of_normed = bool(config.get("norm_before_residual"))
         self.feeds_normed = bool(config.get("norm_output"))
         with torch.device("meta"):
-            self.embed_tokens = nn.Embedding(shape.vocab_size, width)
+            self.add_ends(shape, config.get("draft_vocab_size"))
             self.fc = nn.Linear(count * self.target_width, width, bias=False)
             layer = layer_type(shape, 0)
             for name in ("q_proj", "k_proj", "v_proj"):  # inputs: the embedding and the state
@@ -78,31 +73,19 @@ class Eagle(nn.Module):
             layer.hidden_norm = norm(width, eps)
             self.layers = nn.ModuleList([layer])
             self.norm = norm(width, eps)
-            self.lm_head = nn.Linear(width, drafted, bias=False)
             self.input_norm = self.fc_norm = None
             if config.get("norm_before_fc"):
                 self.input_norm = norm(count * self.target_width, eps)
             if config.get("fc_norm"):
                 norms = [norm(self.target_width, eps) for _ in range(count)]
                 self.fc_norm = nn.ModuleList(norms)
-            self.register_buffer("d2t", torch.zeros(drafted, dtype=torch.long))
         # In a tuple, so that it stays in float32.
         self.angles = (library[f"{prefix}RotaryEmbedding"](shape),)
         self.cache_name = cache_name(layer.self_attn)
         self.eval().requires_grad_(False)
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.fc.weight.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.fc.weight.device
-
-    @property
-    def tokens(self) -> Tensor:
-        """The target's tokens that it can draft, (D,)."""
-        return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
+    def stored_name(self, name: str) -> str:
+        return super().stored_name(name).replace("midlayer.", "layers.0.")
 
     def depths_in(self, num_layers: int) -> list[int]:
         """The numbers of a target's layers after which its states are read."""
@@ -174,7 +157,7 @@ def eagle_config(source: str | os.PathLike[str], config: dict[str, Any]) -> dict
         kind = named
     if kind not in (None, "eagle3"):
         raise ValueError(
-            f"{source} holds a head of kind {kind!r}; eagle3 is the only one read here"
+            f"{source} holds a head of kind {kind!r}; only eagle3 and dflash are read here"
         )
     if kind is None and "eagle3" in named:  # the format of EAGLE's authors
         more = config.get("eagle_config") or {}
@@ -203,54 +186,7 @@ def load_eagle(
     config = eagle_config(source, config or read_config(source))
     if config is None:
         raise ValueError(f"{source} holds no EAGLE-3 head")
-    try:
-        head = Eagle(config)
-    except Exception as error:  # any error here is about the file
-        reason = " ".join(str(error).split())[:200]
-        raise ValueError(
-            f"{source}/config.json describes no EAGLE-3 head of llama or qwen3 layers: "
-            f"{type(error).__name__}: {reason}"
-        ) from error
-    tensors = Tensors(os.fspath(source), fetch=True)
-    if not tensors.files:
-        raise ValueError(
-            f"{source} holds no model.safetensors; a head stored as pytorch_model.bin must be "
-            "converted (torch.load with weights_only=True, then safetensors.torch.save_file)"
-        )
-    there = {n.removeprefix("model.").replace("midlayer.", "layers.0."): n for n in tensors.files}
-    whole = head.shape.vocab_size == len(head.d2t)
-    if "embed_tokens.weight" not in there:
-        head.embed_tokens = None
-    if whole:
-        there.pop("d2t", None)
-        head.lm_head = head.lm_head if "lm_head.weight" in there else None
-    weights: dict[str, Tensor] = {}
-    for name, like in head.state_dict().items():
-        if name == "d2t" and whole:
-            weights[name] = torch.zeros(like.shape, dtype=torch.long)
-            continue
-        if name not in there:
-            raise ValueError(f"the head in {source} is incomplete: {name} is missing")
-        weights[name] = value = tensors.tensor(there[name])
-        if value.shape != like.shape or value.is_floating_point() != like.is_floating_point():
-            raise ValueError(
-                f"{name} of the head in {source} has shape {[*value.shape]} and is "
-                f"{value.dtype}, but its config says {[*like.shape]} of {like.dtype}"
-            )
-    unknown = sorted({*there} - {*weights} - _UNREAD)
-    if unknown:
-        raise ValueError(f"the head in {source} holds an unknown tensor, {unknown[0]}")
-    weights["d2t"] = weights["d2t"].long()
-    head.load_state_dict(weights, assign=True)
-    tokens = head.tokens
-    outside = bool((tokens < 0).any() or (tokens >= head.shape.vocab_size).any())
-    if outside or len(tokens.unique()) < len(tokens):
-        raise ValueError(
-            f"d2t of the head in {source} must map to different tokens in 0.."
-            f"{head.shape.vocab_size - 1}, got {int(tokens.min())}..{int(tokens.max())}"
-        )
-    head.name_or_path = str(source)  # type: ignore[assignment]
-    return head.to(dtype or head.dtype).requires_grad_(False)
+    return Eagle.loaded(source, config, dtype=dtype)
 
 
 def save_eagle(head: Any, output: Path) -> None:
