@@ -238,7 +238,7 @@ def predictions(run: Run) -> Iterator[Line]:
             "high": high,
             "efficiency": measured / predicted,
             "draft_cost": costs.draft,
-            "bound": float("nan") if looks_up else speedup_bound(costs.draft),
+            "bound": float("nan") if looks_up else speedup_bound(costs.draft / costs.per_step),
         }
 
 

@@ -52,7 +52,7 @@ def bytes_read(
     if not keys or (decoded.rounds is None and method.kind not in STEPWISE):
         return None
     sources = method.plan.sources if isinstance(method, Engine) else []
-    steps = [(math.fsum(each.step_bytes()), each.key_bytes()) for each in sources]
+    steps = [(math.fsum(each.step_bytes()), each.key_bytes(), each.per_step) for each in sources]
     weights = cache(lambda tokens: opened.pass_bytes([tokens])[0])
     firsts = decoded.first_tokens
     prompts: list[int] = batch.attention_mask.sum(-1).tolist()
@@ -63,8 +63,8 @@ def bytes_read(
         total += weights(len(going) * (drafted + 1))
         total += math.fsum(keys_read(keys, length + drafted) for length in going)
         for source in used:
-            step, own_keys = steps[source]
-            for place in range(taken if step else 0):
+            step, own_keys, per_step = steps[source]
+            for place in range(-(-taken // per_step) if step else 0):
                 total += step + math.fsum(keys_read(own_keys, length + place) for length in going)
         lengths = [length + count for length, count in zip(lengths, emitted, strict=True)]
     return total or None

@@ -42,6 +42,7 @@ class Traffic:
         keys: keys and values per token of each row (see `keys_read`).
         draft, draft_keys: the same for a step of the source; 0 if tokens are looked up.
         prefix: weights of the sublayers that steps have already run for their tokens.
+        per_step: as in `CostTable`; a step's pass covers as many tokens.
     """
 
     weights: Sequence[float]
@@ -49,6 +50,7 @@ class Traffic:
     draft: float = 0.0
     draft_keys: Mapping[int | None, float] = field(default_factory=dict)
     prefix: float = 0.0
+    per_step: int = 1
 
     def of(self, tokens: int) -> float:
         """Bytes of the weights that a pass over `tokens` tokens in total reads."""
@@ -107,7 +109,8 @@ class Rates:
         """Seconds of a draft step; 0 if the source takes none."""
         factors = self.steps.get(source, {rows: 1.0})
         near = min(factors, key=lambda timed: abs(math.log(timed / rows)))
-        weights = traffic.draft * interpolated(self.growth, rows) * factors[near]
+        growth = interpolated(self.growth, rows * traffic.per_step)
+        weights = traffic.draft * growth * factors[near]
         keys = rows * keys_read(traffic.draft_keys, context)
         return self.byte * weights + self.key_byte * keys
 
@@ -120,7 +123,8 @@ class Rates:
             seconds = self.seconds(traffic, tokens, rows, context, traffic.prefix)
             verify.append(max(verify[-1], seconds / plain))
         draft = self.step(traffic, source, rows, context) / plain
-        return CostTable(draft, tuple(verify), "measured" if self.timed else "analytic", plain)
+        how = "measured" if self.timed else "analytic"
+        return CostTable(draft, tuple(verify), how, plain, traffic.per_step)
 
 
 def fitted(
@@ -164,7 +168,9 @@ def fitted(
     for place, times_of in seconds.items():
         for (source, tokens), each in times_of.items():
             if not tokens and source in traffic and place.context == first.context:
-                usual = byte * traffic[source].draft * interpolated(growth, place.rows)
+                of_source = traffic[source]
+                grows = interpolated(growth, place.rows * of_source.per_step)
+                usual = byte * of_source.draft * grows
                 steps.setdefault(source, {})[place.rows] = each / usual
     growth |= {n: max(each, *growth.values()) for n, each in USUAL.items() if n > max(growth)}
     return Rates(byte, key_byte, row, growth, key_growth, steps, timed=True)

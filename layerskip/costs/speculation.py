@@ -73,7 +73,7 @@ def optimal_draft_length(alpha: float, costs: CostTable, longest: int = 64) -> i
     table may have several local optima, so every length is tried.
     """
     _check_length(longest)
-    return max(range(longest + 1), key=lambda g: speedup(alpha, g, costs.draft, costs.verify_cost))
+    return max(range(longest + 1), key=lambda g: expected_tokens(alpha, g) / costs.round_cost(g))
 
 
 def best_length(survival: Sequence[float], costs: CostTable) -> tuple[float, int]:
@@ -122,6 +122,7 @@ class CostTable:
     verify: tuple[float, ...]  # verify[n - 1] = v(n); longer passes are extrapolated
     source: str = "given"  # one of `SOURCES`
     step: float = field(default=1.0, compare=False, repr=False)  # its approximate seconds
+    per_step: int = 1  # tokens drafted by the first of as many steps; the others cost nothing
 
     def __post_init__(self) -> None:
         if self.draft != 0.0:
@@ -146,6 +147,8 @@ class CostTable:
     def round_cost(self, drafted: int, steps: int | None = None) -> float:
         """d c + v(d + 1); a round without a draft is a plain step and costs 1.
 
+        If a step drafts several tokens, d is the number of such steps.
+
         Args:
             steps: number of draft steps, if fewer than tokens: looked-up tokens, or trees.
         """
@@ -153,7 +156,7 @@ class CostTable:
         if drafted == 0:
             return 1.0
         steps = drafted if steps is None else steps
-        return self.draft * steps + self.verify_cost(drafted + 1)
+        return self.draft * -(-steps // self.per_step) + self.verify_cost(drafted + 1)
 
     def cost_of(self, counts: Sequence[int]) -> float:
         """The cost of several rounds: `counts[d]` of them drafted d tokens."""
@@ -161,13 +164,15 @@ class CostTable:
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready dict that `from_dict` turns back into an equal table."""
-        return {"draft": self.draft, "verify": list(self.verify), "source": self.source}
+        more = {"per_step": self.per_step} if self.per_step > 1 else {}
+        return {"draft": self.draft, "verify": list(self.verify), "source": self.source, **more}
 
     @classmethod
     def from_dict(cls, data: Any) -> CostTable:
         """Read the form of `to_dict`; raises ValueError or TypeError if it is not a table."""
         cost_table(data, "costs")
-        return cls(float(data["draft"]), tuple(map(float, data["verify"])), data["source"])
+        verify, per_step = tuple(map(float, data["verify"])), data.get("per_step", 1)
+        return cls(float(data["draft"]), verify, data["source"], per_step=per_step)
 
     def at(self, context: int, rows: int = 1) -> CostTable:
         """This table, for any context and number of rows."""

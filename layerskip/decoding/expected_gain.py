@@ -329,7 +329,7 @@ class ExpectedGain(Controller):
         cut, price = drafted, len(self._round.judges) * self.rate
         for longer in range(drafted + 1, max(map(len, expected))):
             gain += sum(each[longer] - each[longer - 1] for each in expected if longer < len(each))
-            gain -= price * (source.step_costs[longer - 1] - source.step)
+            gain -= price * source.verify_costs[longer - 1]
             if gain > best:
                 best, cut = gain, longer
         return best, cut
@@ -343,7 +343,9 @@ class ExpectedGain(Controller):
         for drafted in range(round_.steps, max((state.limit for state in states), default=0)):
             survival *= source.acceptance.next
             alive = sum(state.survival for state in states if state.limit > drafted)
-            cost = source.step_costs[drafted] if drafted >= round_.looked_up else source.step
+            cost = source.step_costs[drafted]
+            if drafted < round_.looked_up:
+                cost -= source.verify_costs[drafted]
             gain += survival * alive - len(judges) * self.rate * cost
             if gain > 0.0:
                 return True
@@ -407,7 +409,8 @@ class ExpectedGain(Controller):
         if round_.steps and source.step:
             if not round_.noted:
                 return
-            step = (round_.drafted - round_.began) / round_.noted
+            noted, steps = map(source.passes, (round_.noted, round_.steps))
+            step = (round_.drafted - round_.began) / noted
             costs.see(*self._place, 0, step)
-            seconds -= round_.steps * step
+            seconds -= steps * step
         costs.see(*self._place, 1 + max(round_.steps, round_.looked_up), seconds)

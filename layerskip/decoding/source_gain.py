@@ -21,6 +21,7 @@ class SourceGain:
         longest: maximum number of tokens that may pay in a round; 0 if none would at rate 0.9.
         round_costs: the cost of a round, by number of drafted tokens.
         step_costs: the cost of one more token, by number of drafted tokens.
+        verify_costs: the part of it that verification costs.
         unused: rounds since the last one that drafted from it.
     """
 
@@ -37,9 +38,11 @@ class SourceGain:
         self.costs = costs
         self.round_costs = [costs.round_cost(drafted) for drafted in range(self.most + 1)]
         self.step_costs = [after - before for before, after in pairwise(self.round_costs)]
+        passes = [costs.round_cost(drafted, 0) for drafted in range(self.most + 1)]
+        self.verify_costs = [after - before for before, after in pairwise(passes)]
         self.step = costs.draft
         length = speculation.optimal_draft_length(_HOPE, costs, self.most)
-        hope = speculation.speedup(_HOPE, length, costs.draft, costs.verify_cost)
+        hope = speculation.expected_tokens(_HOPE, length) / costs.round_cost(length)
         self.longest = self.most if hope >= _LEAST_GAIN else 0
 
     def reset(self, others: float) -> None:
@@ -56,10 +59,15 @@ class SourceGain:
         length = speculation.optimal_draft_length(self.prior, self.costs, self.most)
         return speculation.expected_tokens(self.prior, length), self.round_costs[length]
 
+    def passes(self, steps: int) -> int:
+        """The number of the source's passes in which as many steps draft."""
+        assert self.costs is not None
+        return -(-steps // self.costs.per_step)
+
     def cost(self, steps: int, looked_up: int) -> float:
         """The cost of a round of `steps` steps in which other rows verify `looked_up` tokens."""
-        longest = max(steps, looked_up)
-        return self.round_costs[longest] - (longest - steps) * self.step
+        assert self.costs is not None
+        return self.costs.round_cost(max(steps, looked_up), steps)
 
     def expected(self, offer: Offer, row: int, longest: int | None = None) -> list[float]:
         """Expected number of accepted tokens of a row that drafts 0, 1, 2, ... tokens."""

@@ -117,6 +117,7 @@ class Medusa(Source):
 
     def __init__(self, target: Sublayers, heads: MedusaHeads) -> None:
         self.model, self.heads, self.longest = target, heads, len(heads)
+        self.per_step = self.longest
 
     @property
     def words(self) -> str:
@@ -130,7 +131,7 @@ class Medusa(Source):
         return _MedusaState(batch, self)
 
     def step_bytes(self) -> Sequence[float]:
-        return [sum(each.nbytes for each in self.heads.parameters()) / len(self.heads)]
+        return [float(sum(each.nbytes for each in self.heads.parameters()))]
 
 
 class _MedusaState(State):

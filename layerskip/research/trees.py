@@ -193,8 +193,7 @@ class TreeGain(ExpectedGain):
         gain = best = 0.0
         for wider in range(width + 1, min(longest, source.most) + 1):
             gain += sum(chances[wider - 1] for chances in judged if len(chances) >= wider)
-            cost = source.step_costs[wider - 1] - source.step
-            gain -= len(round_.judges) * self.rate * cost
+            gain -= len(round_.judges) * self.rate * source.verify_costs[wider - 1]
             if gain > best:
                 best, round_.looked_up = gain, wider
         return max(width, round_.looked_up)

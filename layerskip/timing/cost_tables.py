@@ -57,6 +57,7 @@ def traffic_of(model: Sublayers, draft: DraftOrSkip) -> Traffic:
         math.fsum(source.step_bytes()),
         source.key_bytes(),
         math.fsum(prefix),
+        source.per_step,
     )
 
 

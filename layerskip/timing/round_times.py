@@ -67,12 +67,12 @@ class Stopwatch(Controller):
         """Seconds of a round that verifies looked-up tokens, `tokens` per row in a pass."""
         return self._round(0, tokens - 1)
 
-    def time_steps(self, source: int) -> float:
-        """Seconds per step, for `STEPS` draft steps in a row."""
+    def time_steps(self, source: int, per_step: int) -> float:
+        """Seconds per step, for `STEPS` draft steps in a row, or for those that draft as much."""
         self._round(source, 1)  # catch up with the tokens of other sources' rounds
         start = self.now()
         self._round(source, STEPS)
-        return (self.drafted - start) / STEPS
+        return (self.drafted - start) / -(-STEPS // per_step)
 
     def _round(self, source: int, length: int) -> float:
         self.draft, self.length = source, length
@@ -154,7 +154,11 @@ def time_rounds(
             if not whole and rounds >= _ROUNDS and now() - started > budget:
                 return
             rounds += 1
-            seconds = watch.time_pass(count) if count else watch.time_steps(numbers[source])
+            if count:
+                seconds = watch.time_pass(count)
+            else:
+                number = numbers[source]
+                seconds = watch.time_steps(number, timed[number].per_step)
             times[source, count].append(seconds)
         # The first sweep includes one-time work.
         enough = budget if sweep and not disturbed(times) else _PATIENCE * budget

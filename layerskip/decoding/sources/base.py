@@ -122,6 +122,7 @@ class Source(ABC):
         longest: maximum number of tokens that it drafts in a round, if there is a limit.
         max_positions: maximum number of tokens of a row, if there is a limit.
         prefix: number of the target's first sublayers that its steps run exactly.
+        per_step: number of tokens that the first of as many steps drafts; the others cost nothing.
         keeps_texts: whether it keeps what it learns from the texts of a batch for later batches.
         by_clock: whether its drafts depend on how long things take.
     """
@@ -131,6 +132,7 @@ class Source(ABC):
     max_positions: int | None = None
     skip: SkipConfig | None = None
     prefix: int = 0
+    per_step: int = 1
     keeps_texts = False
     by_clock = False
 
