@@ -263,7 +263,7 @@ def test_one_decoding_serves_models_of_several_dtypes_and_loads_a_head_once_for_
         (lambda c, w: w["d2t"].add_(70), "must map to different tokens in 0..96"),
         (lambda c, w: w["d2t"].copy_(-torch.arange(DRAFTED)), "different tokens"),
         (lambda c, w: w.update(x=w["norm.weight"].clone()), "holds an unknown tensor, x"),
-        (lambda c, w: c.update(speculators_model_type="dflash"), "a head of kind 'dflash'"),
+        (lambda c, w: c.update(speculators_model_type="peagle"), "a head of kind 'peagle'"),
         (lambda c, w: c["transformer_layer_config"].update(model_type="t5"), "llama or qwen3"),
         (lambda c, w: c.update(eagle_aux_hidden_state_layer_ids=[1, 2, 7]), "layers 1, 2, 7 of 6"),
         (

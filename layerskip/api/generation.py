@@ -78,8 +78,9 @@ class LayerSkipDecoding(Settings):
             texts depend on drafts, not beside a named skip config.
         assistant: a second model that also drafts, or one opened as `Sublayers`. It must have the
             same vocabulary: `layerskip.check_vocabularies` compares tokenizers. It drafts from text
-            alone if prompts have pictures. Or the official assistant of a Gemma 4, or an EAGLE-3
-            head (`layerskip.model.eagle_head`); these two may be given as a folder or Hub id.
+            alone if prompts have pictures. Or the official assistant of a Gemma 4, an EAGLE-3 head
+            (`layerskip.model.eagle_head`) or a DFlash drafter (`layerskip.model.block_drafter`);
+            these may be given as a folder or Hub id.
         sources: further sources, including your own (see `layerskip.Source`), or their names:
             "logit-lookup", and those that installed packages add.
         controller: one of `config.registry.CONTROLLERS` ("expected-gain" by default), the name of

@@ -51,6 +51,7 @@ _SHOWN = {  # by source: the colour of its tokens, and a description
     "assistant": ("magenta", "drafted by the second model"),
     "mtp": ("cyan", "drafted by the checkpoint's own head"),
     "eagle3": ("magenta", "drafted by the EAGLE-3 head"),
+    "dflash": ("magenta", "drafted by the DFlash drafter"),
 }
 
 

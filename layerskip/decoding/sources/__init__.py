@@ -13,12 +13,14 @@ from layerskip.config.registry import named
 from layerskip.config.skips import SkipConfig
 from layerskip.decoding.sources.assistant import Assistant
 from layerskip.decoding.sources.base import Source
+from layerskip.decoding.sources.dflash import DFlash
 from layerskip.decoding.sources.eagle import EagleHead
 from layerskip.decoding.sources.official import Official
 from layerskip.decoding.sources.sublayer_draft import SublayerDraft
 from layerskip.decoding.sources.trained import TrainedDraft
 from layerskip.families.known import ASSISTANTS
 from layerskip.model.assistants import is_assistant, load_assistant
+from layerskip.model.block_drafter import BlockDrafter, holds_blocks
 from layerskip.model.eagle_head import Eagle, eagle_config, load_eagle, read_config
 from layerskip.model.sublayers import Sublayers
 
@@ -30,7 +32,7 @@ class Drafter(Protocol):
     def source(self, target: Sublayers, tokens: Sequence[int] | None) -> Source: ...
 
 
-HEADS = (Eagle, Drafter)
+HEADS = (Eagle, BlockDrafter, Drafter)
 """What drafts for a model but is no model itself."""
 
 
@@ -49,7 +51,7 @@ def source_of(model: Sublayers, draft: SkipConfig | Source) -> Source:
 
 
 def drafter_of(source: str | os.PathLike[str]) -> Callable[..., Any] | None:
-    """What loads an official assistant, an EAGLE-3 head or Medusa heads; None: it is another model.
+    """What loads an official assistant or a head that others trained; None: it is another model.
 
     Args:
         source: a folder or a Hub id, whose config is asked for once.
@@ -63,6 +65,8 @@ def drafter_of(source: str | os.PathLike[str]) -> Callable[..., Any] | None:
         return partial(load_assistant, source)
     if "medusa_num_heads" in config:
         return partial(named("drafter", "medusa"), source, config)
+    if holds_blocks(config):
+        return partial(BlockDrafter.loaded, source, config)
     if eagle_config(source, config) is None:
         return None
     return partial(load_eagle, source, config)
@@ -71,17 +75,19 @@ def drafter_of(source: str | os.PathLike[str]) -> Callable[..., Any] | None:
 def load_drafter(
     source: str | os.PathLike[str], *, dtype: torch.dtype, device: torch.device
 ) -> Any:
-    """Load an official assistant, an EAGLE-3 head or Medusa heads from a folder or a Hub id.
+    """Load an official assistant or a head that others trained from a folder or a Hub id.
 
     Raises:
-        ValueError: as for `load_assistant`, `load_eagle` and `load_medusa`.
+        ValueError: as for `load_assistant`, `load_eagle`, `BlockDrafter.loaded` and `load_medusa`.
     """
     read = drafter_of(source) or partial(load_assistant, source)  # which says what it misses
     return read(dtype=dtype).to(device)
 
 
 def second_model(
-    target: Sublayers, model: Sublayers | Eagle | Drafter, tokens: Sequence[int] | None = None
+    target: Sublayers,
+    model: Sublayers | Eagle | BlockDrafter | Drafter,
+    tokens: Sequence[int] | None = None,
 ) -> Source:
     """Return the source for a second model, the target's official assistant, or a head for it.
 
@@ -95,6 +101,8 @@ def second_model(
         return model.source(target, tokens)
     if isinstance(model, Eagle):
         return EagleHead(target, model, tokens)
+    if isinstance(model, BlockDrafter):
+        return DFlash(target, model, tokens)
     if is_assistant(model.model.config):
         return Official(target, model, tokens)
     if tokens is not None:

@@ -22,6 +22,7 @@ from layerskip.decoding.sources.mtp import HeadState, seen_by
 from layerskip.decoding.sources.official import device_mismatch, target_mismatch
 from layerskip.families.architecture import read_bytes
 from layerskip.model.eagle_head import Eagle
+from layerskip.model.published_head import PublishedHead
 from layerskip.model.sublayers import Sublayers
 from layerskip.model.whole import Whole
 from layerskip.weights.draft_head import spread
@@ -47,11 +48,7 @@ class EagleHead(Source):
         self.model, self.module = target, module
         embedding = module.embed_tokens or target.model.get_input_embeddings()
         self.embeddings: Tensor = embedding.weight  # (V, W), without Gemma's scale
-        self.weight: Tensor = (module.lm_head or target.unembedding).weight  # (D, W)
-        self.tokens = module.tokens  # (D,)
-        if tokens is not None:
-            kept = torch.isin(self.tokens, torch.tensor([*tokens], device=target.device))
-            self.weight, self.tokens = self.weight[kept], self.tokens[kept]
+        self.weight, self.tokens = outputs_of(target, module, tokens)  # (D, W), (D,)
         self.taps = [2 * depth for depth in module.depths_in(target.num_layers)]
 
     name = "eagle3"
@@ -100,18 +97,41 @@ class EagleHead(Source):
 
 def _misfit(target: Sublayers, module: Eagle) -> str | None:
     """Why a head cannot draft for a model, or None if it can."""
-    if isinstance(target, Whole):
-        return f"it reads states from inside the model, which runs as a whole: {target.reason}"
-    if reason := device_mismatch(target, module):
+    depths = module.depths_in(target.num_layers)
+    if reason := taps_misfit(target, module, depths):
         return reason
     width, vocabulary = module.shape.hidden_size, module.shape.vocab_size
     pairs = [("hidden states of {} numbers", module.target_width, target.config.hidden_size)]
     pairs.append(("{} tokens", vocabulary, target.vocabulary))
     if module.embed_tokens is None or module.lm_head is None:
         pairs.append(("embeddings of {} numbers", width, target.config.hidden_size))
-    if reason := target_mismatch(pairs):
+    return target_mismatch(pairs)
+
+
+def outputs_of(
+    target: Sublayers, module: PublishedHead, tokens: Iterable[int] | None
+) -> tuple[Tensor, Tensor]:
+    """The rows of a head's output layer, (D, W), and the target's tokens of these rows, (D,).
+
+    Args:
+        tokens: the only tokens to draft; None: all that it can.
+    """
+    weight = (module.lm_head or target.unembedding).weight
+    of_rows = module.tokens
+    if module.lm_head is None:
+        of_rows = torch.arange(target.vocabulary, device=target.device)
+    if tokens is None:
+        return weight, of_rows
+    kept = torch.isin(of_rows, torch.tensor([*tokens], device=target.device))
+    return weight[kept], of_rows[kept]
+
+
+def taps_misfit(target: Sublayers, module: PublishedHead, depths: Sequence[int]) -> str | None:
+    """Why a head cannot read a model's states after some layers, or None if it can."""
+    if isinstance(target, Whole):
+        return f"it reads states from inside the model, which runs as a whole: {target.reason}"
+    if reason := device_mismatch(target, module):
         return reason
-    depths = module.depths_in(target.num_layers)
     if not all(0 < depth <= target.num_layers for depth in depths):
         read = ", ".join(map(str, depths))
         return f"it reads states after layers {read} of {target.num_layers}"

@@ -1,0 +1,295 @@
+"""DFlash drafters: blocks as the library and the paper define them, and unchanged texts."""
+
+import copy
+import json
+
+import pytest
+import torch
+from checkpoints import save_checkpoint
+from commands import PROMPT, refused, run
+from definitions import rms_norm, turned
+from models import WINDOW, Erratic, lively_model, prompt, ragged, tiny_model
+from safetensors.torch import save_file
+from small import BATCHES, NEW_TOKENS, alone, decoded, new_tokens, small_model
+from talks import chat
+from transformers.generation.candidate_generator import DFlashTokenCandidateGenerator
+
+import layerskip
+from layerskip.api.plan import open_plan
+from layerskip.api.settings import Settings
+from layerskip.costs.speculation import CostTable
+from layerskip.decoding.source_gain import SourceGain
+from layerskip.decoding.sources import load_drafter
+from layerskip.model.block_drafter import BlockDrafter
+
+WIDTH, HEAD, BLOCK, MASK, TOKENS, DRAFTED = 32, 8, 5, 3, 9, 7
+LAYERS = {
+    **{"hidden_size": WIDTH, "intermediate_size": 48, "head_dim": HEAD, "rms_norm_eps": 1e-5},
+    **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
+    **{"rope_theta": 500.0, "max_position_embeddings": 256},
+}
+SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
+AUTHORS = LAYERS | {
+    **{"architectures": ["DFlashDraftModel"], "model_type": "qwen3", "vocab_size": TOKENS},
+    **{"block_size": BLOCK, "num_target_layers": 6},
+    "dflash_config": {"mask_token_id": MASK, "target_layer_ids": [0, 2, 4]},
+}
+FORMS = {
+    "library": LAYERS
+    | SLIDING
+    | {"model_type": "muse_glimmer_assistant", "architectures": ["MuseGlimmerAssistantModel"]}
+    | {"block_size": BLOCK, "mask_token_id": MASK, "target_layer_ids": [0, 2, 4]},
+    "authors": AUTHORS,
+    "authors, sliding": AUTHORS | SLIDING,
+    "speculators": {
+        **{"speculators_model_type": "dflash", "architectures": ["DFlashSpeculator"]},
+        **{"block_size": BLOCK, "mask_token_id": MASK, "aux_hidden_state_layer_ids": [1, 3, 5]},
+        **{"draft_vocab_size": DRAFTED, "sliding_window_non_causal": True},
+        "transformer_layer_config": LAYERS
+        | SLIDING
+        | {"hidden_size": 24, "model_type": "qwen3", "vocab_size": TOKENS},
+        **{"target_hidden_size": WIDTH, "sample_from_anchor": True},
+    },
+}
+FAMILIES = {"library": "llama", "authors": "qwen3", "authors, sliding": "gemma4"}
+_ENDS = ("embed_tokens.weight", "lm_head.weight", "d2t")
+HOW = {"lookup": False, "controller": "fixed", "max_draft_length": BLOCK}
+
+
+def target(form="authors", **how):
+    """A model with so few tokens that a random drafter is right now and then."""
+    family = FAMILIES.get(form, "llama")
+    more = {"vocab_size_per_layer_input": TOKENS} if family == "gemma4" else {}
+    return lively_model(family, vocab_size=TOKENS, **more, **how)
+
+
+def text_of(length, seed=0):
+    return prompt(length, seed=seed) % (TOKENS - 2) + 2
+
+
+def weights_of(form, seed=1):
+    """Random tensors of a drafter, with the names of its form."""
+    generator, made = torch.Generator().manual_seed(seed), {}
+    for name, like in BlockDrafter(FORMS[form]).state_dict().items():
+        name = name.removeprefix("network.")
+        if form != "library":
+            name = name.removeprefix("encoder.").replace("output_norm_enc", "hidden_norm")
+        noise = torch.randn(like.shape, generator=generator, dtype=torch.float64)
+        made[name] = 1 + 0.1 * noise if noise.dim() == 1 else noise * like.shape[-1] ** -0.5
+    if form == "speculators":
+        kept = torch.randperm(TOKENS, generator=generator)[:DRAFTED].sort().values
+        made["d2t"] = kept - torch.arange(DRAFTED)
+        return made | {"t2d": torch.isin(torch.arange(TOKENS), kept)}
+    return {name: each for name, each in made.items() if name not in _ENDS}
+
+
+def written(folder, config, weights):
+    folder.mkdir(exist_ok=True)
+    save_file(weights, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def reference(model, form, weights, text):
+    """The tokens of a block after a text (T,), written from the DFlash paper, in float64."""
+    config, count = FORMS[form], len(text) - 1
+    layers = config.get("transformer_layer_config", config)
+    window = layers.get("sliding_window", 0) + (form == "library")
+    names = {"fc": "encoder.fc", "hidden_norm": "encoder.output_norm_enc"}
+
+    def weight(name):
+        return weights[f"{names.get(name, name) if form == 'library' else name}.weight"].double()
+
+    def norm(x, name):
+        return rms_norm(x, weight(name), layers["rms_norm_eps"])
+
+    every = model.model(text[None, :-1], output_hidden_states=True).hidden_states
+    states = torch.cat([every[depth][0] for depth in (1, 3, 5)], -1)  # (T - 1, 3 H)
+    context = norm(states @ weight("fc").T, "hidden_norm")
+    block = torch.tensor([int(text[-1]), *[MASK] * (BLOCK - 1)])
+    own = form == "speculators"
+    x = weight("embed_tokens")[block] if own else model.get_input_embeddings()(block)
+    places, keys_at = count + torch.arange(BLOCK), torch.arange(count + BLOCK)
+    distance = places[:, None] - keys_at  # (K, S)
+    for i, kind in enumerate(layers.get("layer_types", ["full_attention"] * 2)):
+        name, y = f"layers.{i}.", norm(x, f"layers.{i}.input_layernorm")
+        every = torch.cat([context, y])
+
+        def heads(of, each, name=f"{name}self_attn."):
+            made = (of @ weight(f"{name}{each}_proj").T).view(len(of), -1, HEAD)
+            return made if each == "v" else norm(made, f"{name}{each}_norm")
+
+        q, k = heads(torch.cat([torch.zeros(count, len(y[0])).double(), y]), "q"), heads(every, "k")
+        q, k = (turned(each, HEAD, layers["rope_theta"]) for each in (q, k))
+        k, v = (each.repeat_interleave(2, 1) for each in (k, heads(every, "v")))
+        scores = torch.einsum("qhd,khd->hqk", q[count:], k) * HEAD**-0.5
+        if kind == "sliding_attention":
+            seen = distance.abs() < window
+            seen &= (distance >= 0) | (form in ("library", "speculators"))
+            scores = scores.masked_fill(~seen, float("-inf"))
+        out = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).flatten(1)
+        x = x + out @ weight(f"{name}self_attn.o_proj").T
+        y = norm(x, f"{name}post_attention_layernorm")
+        gate = torch.nn.functional.silu(y @ weight(f"{name}mlp.gate_proj").T)
+        x = x + (gate * (y @ weight(f"{name}mlp.up_proj").T)) @ weight(f"{name}mlp.down_proj").T
+    head = weight("lm_head") if own else model.get_output_embeddings().weight
+    best = (norm(x, "norm")[not own :] @ head.T).argmax(-1)
+    return (best + weights["d2t"][best]).tolist() if own else best.tolist()
+
+
+def drafts_of(model, folder, ids, count):
+    """By length of the text, the tokens drafted after it; and the text."""
+    text, drafts = ids[0].tolist(), {}
+    for each in layerskip.decode(model, ids, max_new_tokens=count, assistant=folder, **HOW):
+        if each.drafts and each.drafts[0]:
+            drafts[len(text)] = [*each.drafts[0]]
+        text += each.tokens[0]
+    return drafts, torch.tensor(text)
+
+
+@pytest.fixture
+def drafter(tmp_path):
+    """Writes a drafter of a form; returns its folder and tensors."""
+
+    def make(form="authors", **more):
+        weights = weights_of(form)
+        return written(tmp_path / form, FORMS[form] | more, weights), weights
+
+    return make
+
+
+@pytest.mark.parametrize("form", FORMS)
+@torch.no_grad()
+def test_drafts_are_those_of_the_definition(form, drafter):
+    folder, weights = drafter(form)
+    model, compared = target(form), 0
+    for seed in range(2):
+        drafts, text = drafts_of(model, folder, text_of(12, seed), 24)
+        for length, drafted in drafts.items():
+            want = reference(model, form, weights, text[:length])
+            assert drafted == want[: len(drafted)]
+            compared += 1
+    assert compared > 24
+
+
+@pytest.mark.parametrize("form", ["library", "authors"])
+def test_drafts_are_those_of_the_library(form, drafter, monkeypatch):
+    """Token for token, over at least 200 rounds of both, where windows are long exceeded."""
+    folder, _ = drafter(form)
+    model, seen = target(form), {}
+    theirs = load_drafter(folder, dtype=model.dtype, device=model.device)
+    config = theirs.network.config
+    config.block_size, config.mask_token_id = BLOCK, MASK
+    config.target_layer_ids = [depth - 1 for depth in theirs.depths]
+    original = DFlashTokenCandidateGenerator.get_candidates
+
+    def noted(self, input_ids, *how, **more):
+        out = original(self, input_ids, *how, **more)
+        seen[input_ids.shape[1]] = out[0][0, input_ids.shape[1] :].tolist()
+        return out
+
+    monkeypatch.setattr(DFlashTokenCandidateGenerator, "get_candidates", noted)
+    how = {"assistant_model": theirs.network, "speculation_type": "dflash", "do_sample": False}
+    compared = 0
+    for seed in range(2):
+        seen.clear()
+        ids = text_of(12, seed)
+        out = model.generate(ids, max_new_tokens=90, **how)
+        drafts, text = drafts_of(model, folder, ids, 90)
+        assert out[0].tolist() == text.tolist()
+        for length, drafted in drafts.items():
+            assert drafted == seen[length][: len(drafted)]
+            compared += 1
+    assert 100 <= compared < 170  # some tokens of 180 were accepted
+
+
+@pytest.mark.parametrize("form", ["authors", "authors, sliding", "speculators"])
+def test_texts_are_the_same_with_and_without(form, drafter):
+    """Rows of a batch, by both accept rules, beside lookups; in native passes bit by bit."""
+    folder, _ = drafter(form)
+    model, (ids, mask) = target(form), ragged(BATCHES["ragged"], seed=3)
+    inputs = ids % (TOKENS - 2) * mask + 2 * mask, mask
+    how = {"assistant": folder, "max_draft_length": BLOCK, "controller": Erratic(), "lookup": False}
+    out = decoded(model, inputs, **how)
+    assert new_tokens(out) == alone(model, *inputs)
+    assert [(each.name, each.num_draft_tokens > 0) for each in out.stats.sources] == [
+        ("dflash", True)
+    ]
+    assert new_tokens(decoded(model, inputs, assistant=folder)) == alone(model, *inputs)
+    branches = how | {"branches": True, "controller": "expected-gain"}
+    assert new_tokens(decoded(model, inputs, **branches)) == alone(model, *inputs)
+    drawn = {"sample": True, "seeds": [0, 1, 2]}
+    for fast in (model, copy.deepcopy(model).bfloat16()):
+        want = new_tokens(decoded(fast, inputs, enabled=False, **drawn))
+        assert new_tokens(decoded(fast, inputs, **drawn, **how)) == want
+    drawn |= {"acceptance": "rejection"}
+    twice = [decoded(model, inputs, **drawn, **how) for _ in range(2)]
+    assert new_tokens(twice[0]) == new_tokens(twice[1])
+
+
+def test_sessions_and_servers_draft_with_blocks(drafter):
+    folder, _ = drafter("authors", vocab_size=97)
+    model = lively_model("qwen3", dtype=torch.float32)
+    how = {"assistant": str(folder), **HOW}
+    known = chat(model, 2, NEW_TOKENS, **how)
+    assert known[0] == (0, 0)
+    assert min(known[1]) >= 12
+    words = f"drafts: a DFlash drafter of 4 tokens at once, {folder}"
+    assert words in open_plan(model, Settings(**how)).explain()
+
+
+def test_a_block_is_paid_once():
+    """The controller verifies as much of a drafted block as pays, whatever drafting has cost."""
+    costs = CostTable(0.5, (1.0, 1.1, 1.3, 1.9, 3.0), per_step=4)
+    assert [costs.round_cost(n) for n in range(5)] == [1.0, 1.6, 1.8, 2.4, 3.5]
+    assert CostTable.from_dict(costs.to_dict()) == costs
+    source = SourceGain(costs, 4, 0.75)
+    source.begin(0, 1)
+    assert source.step_costs == pytest.approx([0.6, 0.2, 0.6, 1.1])
+    assert source.verify_costs == pytest.approx([0.1, 0.2, 0.6, 1.1])
+    assert source.cost(2, 4) == pytest.approx(3.5)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda c, w: w.pop("fc.weight"), r"is incomplete: network.encoder.fc.weight is missing"),
+        (lambda c, w: w.update({"fc.weight": w["fc.weight"][:, 1:].clone()}), r"shape \[32, 95\]"),
+        (lambda c, w: w.update(x=w["norm.weight"].clone()), "holds an unknown tensor, x"),
+        (lambda c, w: c.pop("block_size"), "describes no DFlash drafter: KeyError: 'block_size'"),
+        (lambda c, w: c.update(vocab_size=99), "made for 99 tokens, the model has 9"),
+        (lambda c, w: c.update(num_target_layers=7), "made for 7 layers, the model has 6"),
+        (lambda c, w: c["dflash_config"].update(mask_token_id=9), "its mask token is 9"),
+        (lambda c, w: c["dflash_config"].update(target_layer_ids=[0, 2, 6]), "1, 3, 7 of 6"),
+    ],
+)
+def test_bad_folders_are_named_errors(damage, message, tmp_path):
+    config, weights = copy.deepcopy(FORMS["authors"]), weights_of("authors")
+    damage(config, weights)
+    folder = written(tmp_path / "drafter", config, weights)
+    with pytest.raises(ValueError, match=message) as raised:
+        layerskip.generate(target(), text_of(5), max_new_tokens=2, assistant=folder)
+    assert "\n" not in str(raised.value)
+
+
+def test_drafters_of_other_models_are_refused(drafter):
+    folder, _ = drafter()
+    wide = tiny_model("llama", hidden_size=48, vocab_size=TOKENS)
+    with pytest.raises(ValueError, match="hidden states of 32 numbers, the model has 48"):
+        layerskip.generate(wide, text_of(5), max_new_tokens=2, assistant=folder)
+    with pytest.raises(ValueError, match="runs as a whole"):
+        layerskip.generate(small_model("phi"), text_of(5), max_new_tokens=2, assistant=folder)
+
+
+def test_commands_draft_with_blocks(drafter, tmp_path):
+    checkpoint = save_checkpoint(tmp_path / "model", lively_model("qwen3", dtype=torch.float32))
+    flags = ("generate", checkpoint, "--prompt", PROMPT, "--max-new-tokens", 12, "--no-lookup")
+    folder, _ = drafter("authors", vocab_size=97)
+    result = run(*flags, "--assistant", folder)
+    assert result.exit_code == 0, result.output
+    assert f"a DFlash drafter of 4 tokens at once, {folder}" in result.stderr
+    assert run(*flags, "--no-draft").stdout == result.stdout
+    folder, _ = drafter("authors", vocab_size=98)
+    assert "made for 98 tokens, the model has 97" in refused(*flags, "--assistant", folder)
+    (folder / "model.safetensors").write_bytes(b"x" * 40)
+    assert "cannot read" in refused(*flags, "--assistant", folder)
