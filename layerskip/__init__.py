@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from layerskip.decoding.sources.base import Source as Source
     from layerskip.decoding.sources.base import State as State
     from layerskip.decoding.sources.lookup import Lookup as Lookup
+    from layerskip.decoding.sources.universal import UniversalAssistant as UniversalAssistant
     from layerskip.errors import LayerskipError as LayerskipError
     from layerskip.families.wrappers import UnsupportedModelError as UnsupportedModelError
     from layerskip.model.opened_models import release as release
@@ -39,6 +40,7 @@ _NAMES = {
     "decoding.rounds": "DecodingStats",
     "decoding.sources.base": "Proposal Source State",
     "decoding.sources.lookup": "Lookup",
+    "decoding.sources.universal": "UniversalAssistant",
     "api.generation": "GenerationOutput LayerSkipDecoding decode generate",
     "weights.fingerprint": "fingerprint",
     "errors": "LayerskipError",

@@ -7,6 +7,7 @@ import functools
 from dataclasses import replace
 
 import torch
+from letters import shuffled
 from models import FEW, Erratic, Fickle, Growing, lively_model, near, ragged
 from official import KNOWN, TARGETS, assistant_of, target_of
 
@@ -16,6 +17,7 @@ from layerskip.costs.speculation import CostTable
 from layerskip.decoding.sources import source_of
 from layerskip.decoding.sources.assistant import Assistant
 from layerskip.decoding.sources.official import Official
+from layerskip.decoding.sources.universal import UniversalAssistant
 from layerskip.model.draft_modules import Heads
 from layerskip.model.opened_models import sublayers_of
 from layerskip.model.sublayers import Sublayers
@@ -40,7 +42,7 @@ ROUNDED = "streams in 8 bits"
 CONFIGS = (*LOW, *BLOCKS, ROUNDED)
 """What a skip config names, of a model of three layers at least."""
 OFFICIAL = ("official assistant", "official assistant, centroids") if KNOWN else ()
-REPLAYED = (*CONFIGS, "assistant", *OFFICIAL)
+REPLAYED = (*CONFIGS, "assistant", "another tokenizer", *OFFICIAL)
 KINDS = (*REPLAYED, "stored logits")
 FAMILIES = ("llama", "gemma2", "gemma3", "qwen2")
 
@@ -115,6 +117,9 @@ def draft_of(kind, model, folder, execution="auto"):
     """A draft of any kind, for the engine."""
     if kind == "assistant":
         return Assistant(Sublayers(near(model, 0.4)))
+    if kind == "another tokenizer":
+        opened = sublayers_of(model, execution)
+        return UniversalAssistant(*shuffled(near(model, 0.4))).source(opened, None)
     if kind == "stored logits":
         return Keeping()
     if kind in OFFICIAL:

@@ -1,6 +1,11 @@
-"""A tokenizer for trainings of tiny models."""
+"""Tokenizers of letters: for trainings of tiny models, and for models with another tokenizer."""
 
+import copy
+
+import torch
 from models import VOCABULARY
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 
 class Letters:
@@ -15,3 +20,28 @@ class Letters:
 
     def save_pretrained(self, folder):
         (folder / "tokenizer.json").write_text("{}")
+
+
+def spelling(letters, *merges):
+    """A tokenizer with a token a letter, in this order, and those of merged ones after them."""
+    words = [*letters, *map("".join, merges)]
+    made = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, [*merges]))
+    made.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>")
+
+
+def letters_of(count):
+    """An end of text, and letters; spaces are among them."""
+    return ["<end>", *map(chr, range(32, 31 + count))]
+
+
+def shuffled(model):
+    """A copy of a model with its tokens in another order, its tokenizer before and after that."""
+    letters = letters_of(model.config.get_text_config().vocab_size)
+    order = torch.randperm(len(letters), generator=torch.Generator().manual_seed(3))
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        heads = (other.get_input_embeddings(), other.get_output_embeddings())
+        for weight in {id(each.weight): each.weight for each in heads}.values():
+            weight.copy_(weight[order])
+    return other, spelling(letters), spelling([letters[i] for i in order])

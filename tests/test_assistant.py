@@ -150,10 +150,6 @@ def test_tokenizers_that_are_given_are_compared():
     how = {"assistant": second_of(), "max_new_tokens": 2, "costs": COSTS}
     words = Words("a", "b", "c")
     layerskip.generate(model, inputs, tokenizer=words, assistant_tokenizer=words, **how)
-    with pytest.raises(ValueError, match="the second model has another vocabulary"):
-        layerskip.generate(
-            model, inputs, tokenizer=words, assistant_tokenizer=Words("a", "c", "b"), **how
-        )
     with pytest.raises(ValueError, match="needs the model's own; pass tokenizer="):
         layerskip.generate(model, inputs, assistant_tokenizer=words, **how)
 

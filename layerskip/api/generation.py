@@ -27,10 +27,10 @@ from layerskip.decoding.laws import Law
 from layerskip.decoding.noise import stream_key
 from layerskip.decoding.rounds import DecodingStats, Round
 from layerskip.decoding.seats import Reason
+from layerskip.decoding.sources.universal import fitting
 from layerskip.families.wrappers import unwrapped
 from layerskip.files.schema import integer
 from layerskip.library import GenerateDecoderOnlyOutput, dropped_by_the_call
-from layerskip.texts.vocabulary import check_vocabularies
 
 
 @dataclass
@@ -76,11 +76,11 @@ class LayerSkipDecoding(Settings):
         lookup: whether drafts are also looked up in each row's own history (a `Lookup` adds other
             texts). By default they are, beside any other draft; under the rejection rule, where
             texts depend on drafts, not beside a named skip config.
-        assistant: a second model that also drafts, or one opened as `Sublayers`. It must have the
-            same vocabulary: `layerskip.check_vocabularies` compares tokenizers. It drafts from text
-            alone if prompts have pictures. Or the official assistant of a Gemma 4, an EAGLE-3 head
-            (`layerskip.model.eagle_head`) or a DFlash drafter (`layerskip.model.block_drafter`);
-            these may be given as a folder or Hub id.
+        assistant: a second model that also drafts, or one opened as `Sublayers`. If its tokenizer
+            differs (`layerskip.check_vocabularies` compares them), give a `UniversalAssistant` of
+            it. It drafts from text alone if prompts have pictures. Or the official assistant of a
+            Gemma 4, an EAGLE-3 head (`layerskip.model.eagle_head`) or a DFlash drafter
+            (`layerskip.model.block_drafter`); these may be given as a folder or Hub id.
         sources: further sources, including your own (see `layerskip.Source`), or their names:
             "logit-lookup", and those that installed packages add.
         controller: one of `config.registry.CONTROLLERS` ("expected-gain" by default), the name of
@@ -260,16 +260,18 @@ def generate(
         streamer: receives the prompt, then new tokens as 1-D tensors, one round at a time; for one
             row only. It is always ended, even after an error.
         tokenizer: required by `stop_strings`.
-        assistant_tokenizer: the second model's tokenizer, to be compared with `tokenizer`.
+        assistant_tokenizer: the second model's tokenizer. If it differs from `tokenizer`, drafts
+            are re-encoded.
         **kwargs: settings of `LayerSkipDecoding`; everything else goes to `model.generate()`.
     """
     with arguments.ending(streamer):
         settings = {name: kwargs.pop(name) for name in _SETTINGS & kwargs.keys()}
-        decoding = LayerSkipDecoding(skip, **settings)
         if assistant_tokenizer is not None:
             if tokenizer is None:
                 raise ValueError("assistant_tokenizer needs the model's own; pass tokenizer=")
-            check_vocabularies(tokenizer, assistant_tokenizer)
+            second = settings.get("assistant")
+            settings["assistant"] = second and fitting(second, tokenizer, assistant_tokenizer)
+        decoding = LayerSkipDecoding(skip, **settings)
         ends = transformers.StoppingCriteriaList(stopping_criteria or [])
         for asked in (kwargs.get("generation_config"), unwrapped(model).generation_config):
             if stop_strings is None:

@@ -28,6 +28,7 @@ from layerskip.config.skips import SkipConfig
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.engine import Request
 from layerskip.decoding.sources import HEADS
+from layerskip.decoding.sources.universal import UniversalAssistant
 from layerskip.files.environment import environment, free_memory
 from layerskip.files.records import SCHEMA, RunFile, costs_key, redacted
 from layerskip.model.assistants import is_assistant, library_can_assist
@@ -243,9 +244,15 @@ class Suite:
         if (name := "generate-assistant") in kinds and assistant is not None:
             second = {"assistant_model": assistant.model}
             details = {"assistant": assistant.name}
-            if isinstance(assistant.model, HEADS):
+            if isinstance(assistant.model, UniversalAssistant):
+                second = {"assistant_model": assistant.model.model}
+                second |= {"tokenizer": self.loaded.tokenizer}
+                second |= {"assistant_tokenizer": assistant.tokenizer}
+            if isinstance(second["assistant_model"], HEADS):
                 self.say(f"{name} is left out: transformers reads no heads of others")
-            elif is_assistant(assistant.model.config) and not library_can_assist(model.config):
+            elif is_assistant(second["assistant_model"].config) and not library_can_assist(
+                model.config
+            ):
                 self.say(f"{name} is left out: transformers cannot assist this model with it")
             else:
                 methods.append(Peer(model, task, name, options=second, details=details))

@@ -197,8 +197,8 @@ class Sources(Flags):
         f"<{'|'.join(names('source'))}>",
     )
     assistant: str | None = flag(
-        "Draft with a second model of the same vocabulary, a Gemma 4 assistant, an EAGLE-3 head, a "
-        "DFlash drafter or Medusa heads: a folder or a Hub id.",
+        "Draft with a second model, a Gemma 4 assistant, an EAGLE-3 head, a DFlash drafter or "
+        "Medusa heads: a folder or a Hub id.",
         "MODEL",
     )
     draft_memory: float | None = flag(

@@ -141,23 +141,18 @@ def own_drafts(sources: Sources, model: Sublayers, given: Sequence[SkipConfig]) 
 
 
 def second_model(sources: Sources, loading: Loading, loaded: Loaded, talk: Talk) -> Loaded | None:
-    """Load the --assistant model, if one is given.
-
-    Raises:
-        ValueError: its vocabulary differs from the model's.
-    """
+    """Load the --assistant model, if one is given; with both tokenizers if they differ."""
     if sources.assistant is None:
         return None
     from layerskip.api.loading import load_official
-    from layerskip.texts.vocabulary import check_vocabularies
+    from layerskip.decoding.sources.universal import fitting
 
     official = load_official(sources.assistant, loaded)
     if official is not None:
         talk.say(official.describe())
         return official
     second = open_model(replace(loading, model=sources.assistant), talk)
-    check_vocabularies(loaded.tokenizer, second.tokenizer)
-    return second
+    return replace(second, model=fitting(second.model, loaded.tokenizer, second.tokenizer))
 
 
 def source_settings(

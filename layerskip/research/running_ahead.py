@@ -28,10 +28,13 @@ def running_ahead(assistant: Source | None) -> RunningAhead:
     """The source by its name, which takes over the second model that is given.
 
     Raises:
-        ValueError: there is none, or it reads the target's states or keys.
+        ValueError: there is none, it reads the target's states or keys, or has another tokenizer.
     """
-    if not isinstance(assistant, Assistant):
-        raise ValueError("running-ahead needs a second model of its own: give it as assistant")
+    if type(assistant) is not Assistant:
+        raise ValueError(
+            "running-ahead needs a second model of its own with the same tokenizer: give it as "
+            "assistant"
+        )
     return RunningAhead(assistant.model)
 
 

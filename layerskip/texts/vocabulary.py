@@ -71,7 +71,7 @@ def check_vocabularies(tokenizer: Any, other: Any) -> None:
         raise ValueError(
             f"the second model has another vocabulary: {len(wrong)} of {last + 1} tokens differ, "
             f"the first is {first}, {ours.get(first)!r} here and {theirs.get(first)!r} there; "
-            "an assistant needs the same tokenizer"
+            "give assistant=layerskip.UniversalAssistant(model, tokenizer, its_tokenizer)"
         )
 
 
@@ -96,7 +96,8 @@ def warn_of_vocabularies(model: Any, other: Any) -> None:
     if signs:
         warnings.warn(
             f"the second model may have another vocabulary, and would draft badly: "
-            f"{'; '.join(signs)}; layerskip.check_vocabularies compares the tokenizers",
+            f"{'; '.join(signs)}; layerskip.check_vocabularies compares the tokenizers, and a "
+            "layerskip.UniversalAssistant may have its own",
             stacklevel=2,
         )
 

@@ -34,7 +34,7 @@ class Assistant(Source):
         self.max_positions = model.max_positions
 
     def open(self, batch: Batch) -> State:
-        return _AssistantState(self.model, batch)
+        return AssistantState(self.model, batch)
 
     name = "assistant"
 
@@ -96,7 +96,9 @@ def of_assistant(tokens: Tensor, assistant: Sublayers, target: Sublayers) -> Ten
     return tokens
 
 
-class _AssistantState(Following):
+class AssistantState(Following):
+    """A second model's keys and values of the rows of a batch."""
+
     def __init__(self, model: Sublayers, batch: Batch) -> None:
         super().__init__(batch)
         try:
