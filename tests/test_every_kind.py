@@ -46,6 +46,7 @@ from layerskip.decoding.expected_gain import ExpectedGain
 from layerskip.decoding.laws import Law, softmax_law
 from layerskip.decoding.noise import accept_uniform
 from layerskip.decoding.passes import Passes
+from layerskip.decoding.sources.earlier import EarlierAnswers
 from layerskip.replay.replayed_drafts import follow, replay
 from layerskip.replay.simulation import simulate
 from layerskip.replay.trace import take_trace
@@ -54,7 +55,7 @@ from layerskip.research.logit_lookup import LogitLookup
 DTYPES = (torch.float32, torch.bfloat16)
 BESIDE = {
     "alone": (),
-    "lookup": (Lookup(),),
+    "lookup, and answers of earlier cases": (Lookup(), EarlierAnswers()),
     "8 bits": (SkipConfig.low_precision(8),),
     "lookup, an exit, 8 bits": (Lookup(), SkipConfig.early_exit(2), SkipConfig.low_precision(8)),
     "laws looked up, 8 bits": (LogitLookup(), SkipConfig.low_precision(8)),

@@ -109,6 +109,7 @@ def _schedule(model, seed, settings, starts):
         controller=draw.choice([Fickle, Growing])(seed),
         **{
             "memory": memory,
+            "remember": draw.choice(["off", "memory", "shared"]),
             "sources": laws_looked_up(seed) if draws_laws else [],
             **settings,
         },
@@ -347,8 +348,9 @@ def test_a_text_learns_its_own_laws_and_forgets_others(model, monkeypatch):
 def test_a_source_that_texts_would_share_is_refused(model):
     source = Lookup()
     source.keeps_texts = True
-    with pytest.raises(ValueError, match="Lookup shares state across requests"):
+    with pytest.raises(ValueError, match="Lookup learns from the texts of all clients"):
         Serving(model, sources=[source], **SETTINGS)
+    assert Serving(model, sources=[source], remember="shared", **SETTINGS)
 
 
 def test_a_top_k_beyond_any_vocabulary_leaves_nothing_out(model):

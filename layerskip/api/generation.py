@@ -76,6 +76,12 @@ class LayerSkipDecoding(Settings):
         lookup: whether drafts are also looked up in each row's own history (a `Lookup` adds other
             texts). By default they are, beside any other draft; under the rejection rule, where
             texts depend on drafts, not beside a named skip config.
+        remember: where earlier answers are kept, of which drafts are made, too: "memory" (as long
+            as this object), "shared" (in servers, for all owners of texts), "off", a folder, or an
+            `EarlierAnswers`. By default "memory" in a `Session`, else "off". Under the rejection
+            rule, where texts depend on drafts, nothing is remembered.
+        remember_tokens: maximum number of remembered tokens (100,000); the oldest go first.
+        tokenizer: that of the model, by which the files of such a folder are known.
         assistant: a second model that also drafts, or one opened as `Sublayers`. If its tokenizer
             differs (`layerskip.check_vocabularies` compares them), give a `UniversalAssistant` of
             it. It drafts from text alone if prompts have pictures. Or the official assistant of a
@@ -259,7 +265,7 @@ def generate(
         skip: as for `LayerSkipDecoding`, whose other settings may be given as keywords, too.
         streamer: receives the prompt, then new tokens as 1-D tensors, one round at a time; for one
             row only. It is always ended, even after an error.
-        tokenizer: required by `stop_strings`.
+        tokenizer: required by `stop_strings`, and by a folder of `remember`.
         assistant_tokenizer: the second model's tokenizer. If it differs from `tokenizer`, drafts
             are re-encoded.
         **kwargs: settings of `LayerSkipDecoding`; everything else goes to `model.generate()`.
@@ -271,7 +277,7 @@ def generate(
                 raise ValueError("assistant_tokenizer needs the model's own; pass tokenizer=")
             second = settings.get("assistant")
             settings["assistant"] = second and fitting(second, tokenizer, assistant_tokenizer)
-        decoding = LayerSkipDecoding(skip, **settings)
+        decoding = LayerSkipDecoding(skip, tokenizer=tokenizer, **settings)
         ends = transformers.StoppingCriteriaList(stopping_criteria or [])
         for asked in (kwargs.get("generation_config"), unwrapped(model).generation_config):
             if stop_strings is None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from layerskip.api.generation import GenerationOutput, decode, generate
 from layerskip.decoding.cached_texts import CachedTexts
 from layerskip.decoding.rounds import Round
+from layerskip.decoding.sources.earlier import earlier_answers
 from layerskip.files.environment import free_memory
 from layerskip.model.opened_models import sublayers_of
 
@@ -52,7 +53,13 @@ class Session:
                 "and values depend on its encoder's input; use layerskip.generate"
             )
         self.model = model
-        self.settings = settings
+        where = settings.get("remember")
+        if where is None:
+            where = "off" if settings.get("lookup") is False else "memory"
+        self._earlier = earlier_answers(
+            where, settings.get("remember_tokens"), settings.get("tokenizer"), opened.vocabulary
+        )
+        self.settings = settings | {"remember": self._earlier or "off"}
         self._cached = CachedTexts(share(opened.device) if memory is None else memory)
 
     def generate(
@@ -83,6 +90,11 @@ class Session:
 
     def clear(self) -> None:
         self._cached.clear()
+
+    def forget(self) -> None:
+        """Forget earlier answers, also those in a folder."""
+        if self._earlier is not None:
+            self._earlier.clear()
 
     def __repr__(self) -> str:
         return f"Session({self.num_texts} texts, {self.nbytes} of {self.memory} bytes)"

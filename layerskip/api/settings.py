@@ -16,6 +16,7 @@ from layerskip.costs.speculation import CostTable
 from layerskip.decoding.cached_texts import CachedTexts
 from layerskip.decoding.controller import Controller, completed
 from layerskip.decoding.sources.base import Source
+from layerskip.decoding.sources.earlier import EarlierAnswers
 from layerskip.decoding.sources.lookup import Lookup
 from layerskip.files import schema
 
@@ -42,6 +43,8 @@ class Settings:
     branches: bool
     enabled: bool
     lookup: bool | Lookup | None
+    remember: str | EarlierAnswers | None
+    remember_tokens: int | None
     draft_vocabulary: Sequence[int] | None
 
     def __init__(
@@ -49,6 +52,8 @@ class Settings:
         skip: Skips | Sequence[Skips] | None = None,
         *,
         lookup: bool | Lookup | None = None,
+        remember: str | os.PathLike[str] | EarlierAnswers | None = None,
+        tokenizer: Any = None,
         assistant: Any = None,
         sources: Sequence[Source | str] = (),
         controller: str | Controller | None = None,
@@ -82,7 +87,15 @@ class Settings:
         stored = (self.skips and self.skips[0].decoding) or DecodingOptions()
         options |= {"controller": controller if isinstance(controller, str) else None}
         options |= {"lookup": None if isinstance(lookup, Lookup) else lookup}
+        if isinstance(remember, os.PathLike):
+            remember = os.fspath(remember)
+        options |= {"remember": None if isinstance(remember, EarlierAnswers) else remember}
         asked = DecodingOptions(**options)  # validates
+        if stored.remember not in (None, "off", "memory"):
+            raise ValueError(
+                "a skip config may set remember to off or memory, since no file decides where "
+                f"answers are written; got {stored.remember!r}, which only you can ask for"
+            )
         for name in OPTIONS:
             value = getattr(asked, name)
             setattr(self, name, getattr(stored, name) if value is None else value)
@@ -97,6 +110,9 @@ class Settings:
         self.enabled = self.enabled is not False
         if isinstance(lookup, Lookup):
             self.lookup = lookup
+        if isinstance(remember, EarlierAnswers):
+            self.remember = remember
+        self.tokenizer = tokenizer
         self.automatic = not self.skips
         self.assistant = assistant
         schema.optional(schema.number(0))(draft_memory, "draft_memory")

@@ -41,12 +41,14 @@ COMMANDS = {
     "/image FILE": "show this picture with the next message",
     "/save FILE": "write the conversation to a file that layerskip run and generate can read",
     "/reset": "forget the conversation and return to the first seed",
+    "/forget": "forget the earlier answers of which drafts are made, also those in a folder",
     "/help": "show these commands",
     "/quit": "quit, like Ctrl-D; Ctrl-C only ends an answer",
 }
 _SHOWN = {  # by source: the colour of its tokens, and a description
     "forced": ("yellow", "the only allowed token"),
     "lookup": ("green", "looked up in the text"),
+    "earlier": ("yellow", "looked up in earlier answers"),
     "sublayers": ("cyan", "drafted by the model itself"),
     "assistant": ("magenta", "drafted by the second model"),
     "mtp": ("cyan", "drafted by the checkpoint's own head"),
@@ -89,7 +91,7 @@ def chat(
                 "generate"
             )
 
-    with open_decoding(decoding, writing, loading, talk, check) as opened:
+    with open_decoding(decoding, writing, loading, talk, check, remember="memory") as opened:
         loaded, settings = opened.loaded, opened.settings | opened.law
         opened.model.backend.long_lived = True
         from layerskip.api.session import Session
@@ -354,6 +356,9 @@ def _command(conversation: Conversation, line: str, names: Sequence[str]) -> boo
     elif name == "/reset":
         conversation.reset()
         talk.say("the conversation is forgotten")
+    elif name == "/forget":
+        conversation.session.forget()
+        talk.say("earlier answers are forgotten")
     elif name == "/help":
         write_out(two_columns(list(COMMANDS.items())) + "\n")
     else:

@@ -26,7 +26,10 @@ else:  # with the names that installed packages add
     ControllerName = Literal[names("controller")]
 
 _OPTIONS = {each.name: each for each in fields(DecodingOptions) if each.metadata["flag"]}
-PACE = [name for name in _OPTIONS if name not in ("controller", "lookup", "acceptance")]
+REMEMBERING = ("remember", "remember_tokens")
+"""Options of decoding for commands that write texts, not for those that time them."""
+_ELSEWHERE = ("controller", "lookup", "acceptance", *REMEMBERING)
+PACE = [name for name in _OPTIONS if name not in _ELSEWHERE]
 """Options of decoding that all commands show that draft."""
 PANEL_OF_EXITS = "With --recipe exits"
 PANELS = {
@@ -35,8 +38,8 @@ PANELS = {
     "Options": "",  # those of one command
     PANEL_OF_EXITS: "",  # all of `ExitFlags`
     "Sampling": "temperature do_sample seed top_p top_k min_p repetition_penalty acceptance",
-    "Drafts": "no_draft draft lookup lookup_file low_precision exit_layer skip entry assistant "
-    f"source start controller {' '.join(PACE)} window draft_memory",
+    "Drafts": "no_draft draft lookup lookup_file remember remember_tokens low_precision exit_layer "
+    f"skip entry assistant source start controller {' '.join(PACE)} window draft_memory",
     "Model": "threads device dtype execution trust_remote_code",
 }
 """Headings of a command's help, with the names of their flags; those of a first run come first."""
@@ -275,11 +278,14 @@ class Decoding(Pace, DraftFlags):
     """How to decode: what drafts, how many tokens, and whether to draft at all."""
 
     controller: ControllerName | None = of_option("controller")
+    remember: str | None = of_option("remember")
+    remember_tokens: int | None = of_option("remember_tokens")
     no_draft: bool = switch("--no-draft", "Decode without drafting.")
 
     @property
     def settings(self) -> dict[str, Any]:
-        return {"controller": self.controller, **super().settings}
+        also = {name: getattr(self, name) for name in ("controller", *REMEMBERING)}
+        return also | super().settings
 
 
 @dataclass(frozen=True)

@@ -217,7 +217,8 @@ def open_drafts(
                 settings["lookup"] = True  # a draft that flags make is not a named one
             settings = ({"enabled": False} if off else {}) | settings
             talk.progress("preparing drafts")
-        plan = open_plan(model, LayerSkipDecoding(**settings), sampling=sampling)
+        decoding = LayerSkipDecoding(**settings, tokenizer=loaded.tokenizer)
+        plan = open_plan(model, decoding, sampling=sampling)
         settings |= plan.explicit
         settings["enabled"] = bool(plan.sources)
         yield Opened(loaded, plan, settings, found)
@@ -246,12 +247,14 @@ def open_decoding(
     check: Callable[[Loaded], Any],
     *,
     reads: bool = False,
+    remember: str | None = None,
 ) -> Iterator[Opened]:
     """Open a model with all arguments of `layerskip.generate`, and measure its costs.
 
     Args:
         check: called with the model before anything is measured, to refuse early.
         reads: the model may be an encoder-decoder, whose decoder's costs are measured.
+        remember: where earlier answers are remembered by default, beside lookups.
     """
 
     def checked(loaded: Loaded) -> tuple[Any, bool]:
@@ -265,6 +268,8 @@ def open_decoding(
     how = flags.settings | {"acceptance": sampling.acceptance}
     if flags.no_draft:
         warn_idle(flags.values(DraftFlags) | how, "with --no-draft")
+    if how["remember"] is None and flags.lookup is not False:
+        how["remember"] = remember
     how |= {"plain": flags.no_draft, "reads": reads, "sampling": sampling.do_sample}
     with open_drafts(flags, loading, talk, checked, **how) as opened:
         if not flags.no_draft:

@@ -200,7 +200,8 @@ class _Model:
                 encode(loaded.tokenizer, self.templated)  # raises once, not once per prompt
 
         loading = replace(self.loading, device=_device(self.loading.device))
-        with open_decoding(self.decoding, self.writing, loading, talk, check, reads=True) as opened:
+        how: Any = {"reads": True, "remember": "memory"}
+        with open_decoding(self.decoding, self.writing, loading, talk, check, **how) as opened:
             from layerskip.api.session import share
             from layerskip.serving.openai_api import Served, answer_of
             from layerskip.serving.prompt_files import Answering

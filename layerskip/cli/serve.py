@@ -24,8 +24,9 @@ def serve(
         "Listen on this address; 0.0.0.0: on all networks.", "ADDRESS", default="127.0.0.1"
     ),
     port: int = flag("Listen on this port; 0: any free one.", "N", default=8000, min=0, max=65535),
-    api_key: str | None = flag(
-        "Key that clients must send.  [default: environment variable LAYERSKIP_API_KEY]",
+    api_key: list[str] | None = flag(
+        "Key that clients must send; repeatable.  [default: environment variable "
+        "LAYERSKIP_API_KEY, with spaces between several]",
         "KEY",
         envvar="LAYERSKIP_API_KEY",
         show_envvar=False,
@@ -72,7 +73,8 @@ def serve(
 
     Example: layerskip serve HuggingFaceTB/SmolLM2-135M-Instruct
     """
-    if api_key is not None and not api_key.strip():
+    keys = api_key or []
+    if not all(key.strip() for key in keys):
         raise ValueError("--api-key is empty; give a key, or leave it out for none")
     adapter = None if lora is None else _adapter(lora)
     if adapter is not None:
@@ -100,20 +102,21 @@ def serve(
             import uvicorn
 
             from layerskip.serving.formats import format_of, reasoning_of
-            from layerskip.serving.http import make_app
+            from layerskip.serving.http import make_app, owner_of
         except ImportError as missing:
             raise ValueError(
                 f"serve needs {missing.name}: pip install 'layerskip[serve]'"
             ) from missing
         format_of(tool_parser, "")  # names are refused before the model is loaded
         reasoning_of(reasoning_parser, "")
-        if api_key is None and not _private(host):
+        if not keys and not _private(host):
             warnings.warn(
                 f"anyone who can reach {host} can use this server; give --api-key", stacklevel=2
             )
         with open_decoding(
             decoding, flags.Sampling(), loading, talk, described, reads=True
         ) as opened:
+            from layerskip.decoding.sources.earlier import EarlierAnswers
             from layerskip.serving.connections import configured
             from layerskip.serving.scheduler import Serving
 
@@ -126,10 +129,14 @@ def serve(
                 max_tokens=served.context,
                 **opened.settings,
             )
+            remembered = opened.settings.get("remember")
+            if isinstance(remembered, EarlierAnswers):
+                for key in keys:  # so that damaged files are refused now
+                    remembered.of(owner_of(key))
             app = make_app(
                 serving,
                 served,
-                api_key=api_key,
+                api_key=keys,
                 max_body=int(max_body * 1e6),
                 timeout=timeout,
                 origins=cors or (),

@@ -83,6 +83,21 @@ class DecodingOptions:
         "--lookup/--no-lookup",
     )
     """Whether drafts are also looked up in the row's own history; None: see `open_plan`."""
+    remember: str | None = _option(
+        name_text,
+        "Also draft what earlier answers held: memory (until the command ends), shared (in serve, "
+        "between API keys, too), off, or a folder, where they are kept.  [default: memory in chat "
+        "and run, else off]",
+        "WHERE",
+    )
+    """Where earlier answers are remembered: "memory", "shared", "off", or a folder."""
+    remember_tokens: int | None = _option(
+        integer(100),
+        "Remember at most N tokens; the oldest answers go first.  [default: 100000]",
+        "N",
+        min=100,
+    )
+    """Maximum number of remembered tokens, for each API key of a server."""
     branches: bool | None = _option(
         flag,
         "Also verify second-best draft tokens where that is expected to pay.  [default: from the "

@@ -21,7 +21,9 @@ SPEC_BENCH = _MODELS / "spec-bench" / "prompts.jsonl"
 """First turns of Spec-Bench questions: four from each of nine categories."""
 COPYING = _MODELS / "copying.jsonl"
 """Chat requests to copy text: three each of summaries, retrieval and edits of code."""
-NAMED_PROMPTS = {"spec-bench": SPEC_BENCH, "copying": COPYING}
+AGENT_DAY = _MODELS / "agent-day.jsonl"
+"""A day of an agent's requests: edits of a file, JSON of one schema, tool calls; with answers."""
+NAMED_PROMPTS = {"spec-bench": SPEC_BENCH, "copying": COPYING, "agent-day": AGENT_DAY}
 """Prompt files by their names on the command line."""
 
 

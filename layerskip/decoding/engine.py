@@ -169,7 +169,7 @@ class Decoder:
                 yield round_
         except GeneratorExit:  # between two rounds, when everything decoded is exact
             for row in self.loop.going:
-                self.reuse.keep(row)
+                self.target.end(row)
             raise
 
     def _first_round(self) -> Outcome:

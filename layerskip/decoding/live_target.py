@@ -332,12 +332,18 @@ class LiveTarget:
             self.passes.commit(row, emitted, path)
         self.draws[row].forget(self.seats[row])
         if self.seats[row].finished:
-            self.reuse.keep(row)
+            self.end(row)
+
+    def end(self, row: int) -> None:
+        """Keep a row's text, which has ended or was abandoned, for later ones."""
+        self.reuse.keep(row)
+        for state in self.states:
+            state.end(row)
 
     def leave(self, rows: Collection[int]) -> None:
         for row in rows:
             if self.seats[row].reason in ("cancelled", "error"):
-                self.reuse.keep(row)
+                self.end(row)
         self.passes.leave(rows)
 
 

@@ -75,6 +75,7 @@ class RowPlaces(Batch):
         self.prompts: list[Tensor] = [prompt.to(model.device) for prompt in prompts]
         self.prompt_lengths: list[int] = [len(prompt) for prompt in prompts]
         self.emitted: Sequence[list[int]] = emitted
+        self.owners: dict[int, str] = {}
         self.score: Callable[..., Sequence[float]] | None = None
         self.total = max(self.prompt_lengths, default=0) + max_new_tokens
         model.check_lengths(self.prompt_lengths, self.total)
@@ -114,12 +115,14 @@ class RowPlaces(Batch):
         prompt: Sequence[int],
         pictures: Pictures | None = None,
         encoded: EncoderStates | None = None,
+        owner: str = "",
     ) -> None:
         """Seat a row after all others, with nothing computed yet; only with open seats."""
         self.pictures.pop(row, None)
         if pictures is not None:
             self.pictures[row] = pictures.to(self.model.device), 0
         self.prompts[row] = torch.tensor(prompt, device=self.model.device)  # (T,)
+        self.owners[row] = owner
         self.prompt_lengths[row], self.lengths[row] = len(prompt), 0
         self.emitted[row].clear()
         self.seated.append(row)

@@ -21,6 +21,7 @@ from layerskip.decoding.live_target import LiveTarget
 from layerskip.decoding.passes import Passes
 from layerskip.decoding.rules import rule_of
 from layerskip.decoding.seats import Seat
+from layerskip.decoding.sources.earlier import EarlierAnswers
 from layerskip.model.opened_models import sublayers_of
 from layerskip.serving.served_texts import OfTexts, Text
 from layerskip.texts.tokens import common_prefix
@@ -66,11 +67,13 @@ class ServingBatch:
                 opened = opened.reading(opened.encode(nothing, torch.ones_like(nothing)))
         plan = open_plan(opened, decoding)
         self.model, own = plan.model, plan.sources
+        shared = any(isinstance(source, EarlierAnswers) and source.shared for source in own)
         for source in own:
-            if source.keeps_texts:
+            if source.keeps_texts and not shared:
                 raise ValueError(
-                    f"{type(source).__name__} shares state across requests, so it cannot be "
-                    "served; leave it out"
+                    f"{type(source).__name__} learns from the texts of all clients, who may see "
+                    "by their own speed what others wrote; leave it out, or accept that by "
+                    "remember='shared'"
                 )
         self.num_seats = seats
         limit, theirs = self.model.max_positions, [each.max_positions for each in own]
@@ -137,7 +140,7 @@ class ServingBatch:
         row, request = self._free.pop(), text.request
         self._draws[row] = text.open(row, self.seats, passes.emitted[row], self.model)
         self.loop.seat(row, text)
-        passes.seat(row, request.prompt, request.pictures, request.encoded)
+        passes.seat(row, request.prompt, request.pictures, request.encoded, request.owner)
 
     def leave(self, text: Text) -> None:
         if text.row < 0:  # it never joined

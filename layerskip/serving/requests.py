@@ -31,6 +31,7 @@ class TextRequest:
         pictures: the features for the prompt's placeholders, one row.
         encoded: for an encoder-decoder, the encoder's output for a text, one row; the prompt is
             then the decoder's (see `requests.read_text`).
+        owner: whose text it is; drafts remember the answers of each owner separately.
     """
 
     prompt: Sequence[int]
@@ -49,6 +50,7 @@ class TextRequest:
     prompt_logprobs: int = 0
     pictures: Pictures | None = None
     encoded: EncoderStates | None = None
+    owner: str = ""
 
     @property
     def num_prompt(self) -> int:

@@ -6,6 +6,8 @@ proposes nearly the same tokens (FR-Spec, arXiv 2502.14856).
 
 from __future__ import annotations
 
+import hashlib
+import json
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -73,6 +75,12 @@ def check_vocabularies(tokenizer: Any, other: Any) -> None:
             f"the first is {first}, {ours.get(first)!r} here and {theirs.get(first)!r} there; "
             "give assistant=layerskip.UniversalAssistant(model, tokenizer, its_tokenizer)"
         )
+
+
+def hash_of(tokenizer: Any) -> str:
+    """A hash of a tokenizer's tokens and their ids, by which files of token ids name it."""
+    tokens = sorted((token, text) for text, token in tokenizer.get_vocab().items())
+    return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()
 
 
 def warn_of_vocabularies(model: Any, other: Any) -> None:

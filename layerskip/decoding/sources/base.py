@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
@@ -31,6 +32,7 @@ class Batch:
         total, slots: maximum number of tokens of a row, and of slots for its keys and values.
         rotary: rotary angles for that many slots.
         cache: the target's keys and values; after a row's `lengths` they are from rejected drafts.
+        owners: by row, whose text it is, in servers that tell clients apart.
     """
 
     model: Sublayers
@@ -43,6 +45,7 @@ class Batch:
     slots: int
     rotary: Any
     cache: RowCache
+    owners: Mapping[int, str] = MappingProxyType({})
 
     @abstractmethod
     def tapped(
@@ -123,7 +126,8 @@ class Source(ABC):
         max_positions: maximum number of tokens of a row, if there is a limit.
         prefix: number of the target's first sublayers that its steps run exactly.
         per_step: number of tokens that the first of as many steps drafts; the others cost nothing.
-        keeps_texts: whether it keeps what it learns from the texts of a batch for later batches.
+        keeps_texts: whether what it learns from a text affects drafts for texts of other owners
+            (`Batch.owners`). Servers accept it only where owners share what they remember.
         by_clock: whether its drafts depend on how long things take.
     """
 
@@ -269,6 +273,9 @@ class State:
 
     def begin(self, row: int) -> None:
         """Another text takes the row's place. Called only if rows join and leave."""
+
+    def end(self, row: int) -> None:
+        """The row's text has ended, or was abandoned with what it has."""
 
     @property
     def nbytes(self) -> int:

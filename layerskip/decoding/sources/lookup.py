@@ -69,8 +69,66 @@ class Automaton:
             end[state] = place
             state = link[state]
 
+    def add(self, text: Sequence[int]) -> None:
+        """Append a whole text."""
+        for number, token in enumerate(text, 1):
+            self.append(token, last=number == len(text))
+        self.append(_END)
+
+    def holds(self, text: Sequence[int]) -> bool:
+        """Whether these tokens occur in it."""
+        state = 0
+        for token in text:
+            state = self.following[state].get(token, -1)
+            if state < 0:
+                return False
+        return True
+
 
 NOTHING = Proposal.of([], match=0)
+
+
+class Cursor:
+    """The longest suffix of a text that occurs in an automaton; both may grow meanwhile.
+
+    It does not see that a longer one occurs in what the automaton is given later.
+    """
+
+    def __init__(self, others: Automaton) -> None:
+        self._others = others
+        self._state = self._match = 0
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        others = self._others
+        for token in tokens:
+            self._settle()
+            while self._state > 0 and token not in others.following[self._state]:
+                self._state = others.link[self._state]
+                self._match = others.length[self._state]
+            if token in others.following[self._state]:
+                self._state = others.following[self._state][token]
+                self._match += 1
+
+    def find(self, longest: int) -> Proposal:
+        """What followed the suffix there, or a shorter one that something follows."""
+        self._settle()
+        others, state, match = self._others, self._state, self._match
+        while others.end[state] < 0 < state:  # nothing follows this match
+            state = others.link[state]
+            match = others.length[state]
+        if not state:
+            return NOTHING
+        first = others.end[state] + 1
+        tokens = others.tokens[first : first + longest]
+        if _END in tokens:
+            del tokens[tokens.index(_END) :]
+        return Proposal.of(tokens, match)
+
+    def _settle(self) -> None:
+        """Move on to the state that the suffix has got for itself since, if any."""
+        others = self._others
+        while self._state > 0 and self._match <= others.length[others.link[self._state]]:
+            self._state = others.link[self._state]
 
 
 class Lookup(Source):
@@ -95,11 +153,9 @@ class Lookup(Source):
                     f"each text to look drafts up in must be a list of token ids, got {text!r}; "
                     "encode texts with the model's tokenizer"
                 ) from None
-            for i, token in enumerate(tokens, 1):
-                if token < 0:
-                    raise ValueError(f"texts to look drafts up in hold token ids, got {token}")
-                self.others.append(token, last=i == len(tokens))
-            self.others.append(_END)
+            if min(tokens, default=0) < 0:
+                raise ValueError(f"texts to look drafts up in hold token ids, got {min(tokens)}")
+            self.others.add(tokens)
         self._largest = max(self.others.tokens, default=_END)
 
     key = name = "lookup"
@@ -150,38 +206,23 @@ class LookupRow:
     """A row's history, and the match of its end in the other texts."""
 
     def __init__(self, lookup: Lookup, *, own: bool = True) -> None:
-        self._lookup, self._looks_at_own = lookup, own
-        self._history = Automaton()
-        self._state = self._match = 0  # in the other texts
+        self._looks_at_own, self._history = own, Automaton()
+        self._others = Cursor(lookup.others)
 
     def extend(self, tokens: Iterable[int]) -> None:
-        others = self._lookup.others
-        for token in tokens:
-            if self._looks_at_own:
-                self._history.append(token)
-            while self._state > 0 and token not in others.following[self._state]:
-                self._state = others.link[self._state]
-                self._match = others.length[self._state]
-            if token in others.following[self._state]:
-                self._state = others.following[self._state][token]
-                self._match += 1
+        tokens = [*tokens]
+        for token in tokens if self._looks_at_own else ():
+            self._history.append(token)
+        self._others.extend(tokens)
 
     def find(self, longest: int) -> Proposal:
         """Return a draft of at most `longest` tokens.
 
         In the history a draft continues into itself, as a loop would. Other texts end it.
         """
-        history, others = self._history, self._lookup.others
-        state, match = self._state, self._match
-        while others.end[state] < 0 < state:  # nothing follows this match
-            state = others.link[state]
-            match = others.length[state]
-        if match > history.match:
-            first = others.end[state] + 1
-            tokens = others.tokens[first : first + longest]
-            if _END in tokens:
-                del tokens[tokens.index(_END) :]
-            return Proposal.of(tokens, match)
+        history, found = self._history, self._others.find(longest)
+        if (found.match or 0) > history.match:
+            return found
         if not history.match:
             return NOTHING
         period = len(history.tokens) - history.follower
