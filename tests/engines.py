@@ -10,6 +10,7 @@ from layerskip.decoding.engine import Decoder, Request
 from layerskip.decoding.laws import Law
 from layerskip.decoding.noise import stream_key
 from layerskip.decoding.passes import Passes
+from layerskip.decoding.seats import Seat
 from layerskip.model.sublayers import Sublayers
 
 SKIPS = models.SKIPS | {"nothing": SkipConfig()}
@@ -100,7 +101,7 @@ def prefilled(run):
     found = []
     for prompt_ids, emitted in zip(run.passes.prompts, run.emitted, strict=True):
         text = torch.cat([prompt_ids.cpu(), torch.tensor(emitted)])
-        fresh = Passes(run.passes.model, [], [text], max_new_tokens=1, max_draft_length=0)
+        fresh = Passes(run.passes.model, [], [Seat(text)], max_draft_length=0)
         fresh.prefill()
         found.append((text.tolist(), fresh))
     return found

@@ -330,9 +330,11 @@ def scripted(tokens, width):
 
 def seated(keys, lengths, emitted, width):
     """Seats of prompts of some lengths that have emitted some tokens."""
-    rows = zip(keys, lengths, emitted, strict=True)
     how = {"history": torch.zeros(len(keys), 9, dtype=torch.long), "width": width}
-    return [Seat(own, n, 99, key=key, number=i, **how) for i, (key, n, own) in enumerate(rows)]
+    return [
+        Seat(torch.zeros(length, dtype=torch.long), 99, own, row=i, number=i, key=key, **how)
+        for i, (key, length, own) in enumerate(zip(keys, lengths, emitted, strict=True))
+    ]
 
 
 class Erratic(Controller):

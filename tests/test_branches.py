@@ -13,6 +13,7 @@ from layerskip.cache.branches import ROOT, along, depths, trunk
 from layerskip.decoding.controller import Controller
 from layerskip.decoding.decoding_loop import trunk_first
 from layerskip.decoding.passes import Passes
+from layerskip.decoding.seats import Seat
 from layerskip.decoding.sources.base import Proposal
 from layerskip.model.sublayers import Sublayers
 
@@ -20,7 +21,7 @@ from layerskip.model.sublayers import Sublayers
 def opened_passes(opened, lengths, nodes=NODES):
     prompts = [torch.arange(row, row + each) % (VOCABULARY - 2) + 2 for row, each in
                enumerate(lengths)]  # fmt: skip
-    passes = Passes(opened, [], prompts, max_new_tokens=40, max_draft_length=nodes)
+    passes = Passes(opened, [], [Seat(each, 40) for each in prompts], max_draft_length=nodes)
     passes.prefill()
     return passes
 

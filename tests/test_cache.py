@@ -10,6 +10,7 @@ from layerskip import SkipConfig
 from layerskip.api.generation import generate
 from layerskip.cache.rows import RowCache
 from layerskip.decoding.passes import Passes
+from layerskip.decoding.seats import Seat
 from layerskip.model.sublayers import Sublayers
 from layerskip.native.extension import refusal
 
@@ -142,7 +143,7 @@ def test_texts_across_windows_are_those_of_transformers(family, execution, spied
 
 
 def bases(opened, prompts):
-    passes = Passes(opened, [], prompts, max_new_tokens=4, max_draft_length=0)
+    passes = Passes(opened, [], [Seat(each, 4) for each in prompts], max_draft_length=0)
     passes.prefill()
     return [passes.cache.held(layer)[0] for layer in range(opened.num_layers)]
 

@@ -35,6 +35,7 @@ from layerskip import LayerSkipDecoding, Lookup, SkipConfig
 from layerskip.api.arguments import read_text
 from layerskip.api.loading import load
 from layerskip.config.skips import LowPrecision
+from layerskip.decoding.seats import Seat
 from layerskip.families.wrappers import UnsupportedModelError
 from layerskip.model.opened_models import sublayers_of
 from layerskip.model.whole import support
@@ -85,7 +86,7 @@ def test_a_decoder_alone_gives_the_tokens_of_transformers(family):
 def test_drafts_are_looked_up_in_what_the_encoder_read():
     read = [torch.tensor([7, 8, 9, 10, 11]), torch.tensor([5, 6])]
     emitted = [[], []]
-    batch = type("Batch", (), {"prompts": torch.zeros(2, 1, dtype=torch.long)})()
+    batch = type("Batch", (), {"seats": [Seat(torch.zeros(1, dtype=torch.long))] * 2})()
     batch.model = SimpleNamespace(read=read, vocabulary=20)
     state = Lookup().open(batch)
     for row in range(2):

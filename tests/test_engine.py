@@ -33,6 +33,7 @@ from layerskip.decoding.engine import Decoder, Request
 from layerskip.decoding.laws import Law
 from layerskip.decoding.noise import gumbel_noise, stream_key
 from layerskip.decoding.passes import Passes
+from layerskip.decoding.seats import Seat
 from layerskip.model.sublayers import Sublayers
 
 EXECUTIONS = ["modules", "fused", "captured"]
@@ -334,13 +335,14 @@ class Sure(Erratic):
 def test_confidences_are_margins_where_they_are_asked_for(llama, sample, skip, spied):
     asked = request(sample=sample, processors=(TemperatureLogitsWarper(0.7),) if sample else ())
     run = decoder(llama, asked, skip=skip, controller=Sure())
-    seen = spied(run.target.draws[0], "draft", lambda raw, at, *_: (raw.clone(), at))
+    seen = spied(run.seats[0].draws, "draft", lambda raw, at, *_: (raw.clone(), at))
     compared = 0
     for round_ in run.rounds():
         assert round_.signal == "margin"
         told = [list(row) for row in round_.confidences]
         for raw, at in seen:
-            for logits, (row, offset) in zip(raw, at, strict=True):
+            for logits, (seat, offset) in zip(raw, at, strict=True):
+                row = seat.row
                 scores = logits.float()
                 if sample:
                     emitted = len(run.emitted[row]) - len(round_.tokens[row])
@@ -533,8 +535,7 @@ def test_what_cannot_run_is_refused_before_anything_does(llama):
         decoder(llama, request((limit - 3, 2), new_tokens=4))
     with pytest.raises(TypeError, match=r"must have some of needs_confidence,.* got a Nothing"):
         decoder(llama, request(), controller=Nothing())
-    rows = {"max_new_tokens": 1, "max_draft_length": 0}
-    passes = Passes(Sublayers(llama), [SkipConfig()], [prompt(4)[0]], **rows)
+    passes = Passes(Sublayers(llama), [SkipConfig()], [Seat(prompt(4)[0])], max_draft_length=0)
     with pytest.raises(ValueError, match="cache has 6 slots per row, a pass needs 7"):
         passes.cache.place([4], 3)
 

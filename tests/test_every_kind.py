@@ -41,11 +41,12 @@ from layerskip.bench.checks import check
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding import rules
 from layerskip.decoding.controllers import Fixed
-from layerskip.decoding.draws import Draws
+from layerskip.decoding.draws import Draws, streams
 from layerskip.decoding.expected_gain import ExpectedGain
 from layerskip.decoding.laws import Law, softmax_law
 from layerskip.decoding.noise import accept_uniform
 from layerskip.decoding.passes import Passes
+from layerskip.decoding.seats import Seat
 from layerskip.decoding.sources.earlier import EarlierAnswers
 from layerskip.replay.replayed_drafts import follow, replay
 from layerskip.replay.simulation import simulate
@@ -218,22 +219,22 @@ def test_texts_follow_the_targets_law(source, processors, rejection, execution, 
     assert fits > LEVEL
 
 
-def peeking(self, raw, positions, *more, **named):
+def peeking(self, raw, places, *more, **named):
     """A known mistake: a draft reads the numbers that decide acceptance, but reports its law."""
-    small = accept_uniform(*self._stream(positions)) < 0.5  # (N,)
+    small = accept_uniform(*streams(places)) < 0.5  # (N,)
     other = torch.where(small[:, None], 3 * raw, -3 * raw)  # (N, V)
-    return DRAFT(self, other, positions, *more, **named)
+    return DRAFT(self, other, places, *more, **named)
 
 
-def lying(self, raw, positions, *more, **named):
+def lying(self, raw, places, *more, **named):
     """A known mistake: the accept rule is told another law than that of the drafts."""
-    drawn = DRAFT(self, raw, positions, *more, **named)
+    drawn = DRAFT(self, raw, places, *more, **named)
     return drawn._replace(laws=[softmax_law(law.log() * 3) for law in drawn.laws])
 
 
-def peeking_at_few(self, row, offset, tokens, raw):
+def peeking_at_few(self, place, tokens, raw):
     """A known mistake: a draft from stored logits reads the number that decides its acceptance."""
-    small = accept_uniform(*self._stream([(row, offset)])) < 0.5  # (1,)
+    small = accept_uniform(*streams([place])) < 0.5  # (1,)
     chosen = 0 if small else len(tokens) - 1
     return [float(place == chosen) for place in range(len(tokens))]
 
@@ -353,10 +354,8 @@ def test_replays_accept_by_the_rejection_rule_what_decodings_drafts_would(kind, 
     passes = Passes(
         trace.model,
         [draft],
-        [text.tokens[:place] for text, place in starts],
-        max_new_tokens=NEW,
+        [Seat(text.tokens[:place], NEW, [int(text.tokens[place])]) for text, place in starts],
         max_draft_length=steps,
-        emitted=[[int(tokens[0])] for tokens in texts],
     )
     passes.prefill()
     longest = min(steps, played.longest or steps)

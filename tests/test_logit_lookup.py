@@ -22,6 +22,8 @@ from layerskip.api.generation import generate
 from layerskip.decoding.draws import Draws
 from layerskip.decoding.laws import Law
 from layerskip.decoding.rules import COUPLED, REJECTION
+from layerskip.decoding.seats import Seat
+from layerskip.decoding.sources.base import Batch
 from layerskip.research.logit_lookup import BestAcceptance, LogitTable, _Best, best_of
 
 # ---- What is kept ----
@@ -75,40 +77,41 @@ PROCESSORS = {
 
 def draws_of(processors, *, sample=True, rule=COUPLED):
     law = Law(processors, do_sample=sample, rows=2)
-    return Draws(law, seated([7, 8], [3, 2], [[1], [1, 4]], 3), rule=rule)
+    return Draws(law, rule=rule), seated([7, 8], [3, 2], [[1], [1, 4]], 3)
 
 
-def drawn(draws, row, offset, tokens, raw):
-    scores = draws.scores(row, offset, tokens.tolist(), raw.tolist())
+def drawn(draws, place, tokens, raw):
+    scores = draws.scores(place, tokens.tolist(), raw.tolist())
     return int(tokens[max(range(len(scores)), key=scores.__getitem__)])
 
 
 @pytest.mark.parametrize("sample", [False, True])
 @pytest.mark.parametrize("processors", PROCESSORS)
 def test_all_tokens_of_a_law_draw_what_the_target_draws(processors, sample):
-    draws = draws_of(PROCESSORS[processors], sample=sample)
+    draws, seats = draws_of(PROCESSORS[processors], sample=sample)
     raw = torch.randn(40, 30, generator=torch.Generator().manual_seed(1))  # (N, V)
-    positions = [(i % 2, i // 2) for i in range(40)]
+    places = [(seats[i % 2], i // 2) for i in range(40)]
     values, tokens = raw.sort(descending=True)
     for _ in range(2):  # first without, then with cached blocks of noise
         ours = [
-            drawn(draws, row, offset, mine, theirs)
-            for (row, offset), mine, theirs in zip(positions, tokens, values, strict=True)
+            drawn(draws, place, mine, theirs)
+            for place, mine, theirs in zip(places, tokens, values, strict=True)
         ]
-        assert ours == draws.judge(raw, positions).drawn.tolist()
+        assert ours == draws.judge(raw, places).tokens.tolist()
 
 
 @pytest.mark.parametrize(
     "processor", [RepetitionPenaltyLogitsProcessor(1.1), MinPLogitsWarper(0.1)]
 )
 def test_laws_that_are_more_than_a_few_numbers_draw_nothing(processor):
-    assert not draws_of([processor]).scores(0, 0, [3, 1], [2.0, 1.0])
+    draws, (seat, _) = draws_of([processor])
+    assert not draws.scores((seat, 0), [3, 1], [2.0, 1.0])
 
 
 def test_under_the_rejection_rule_the_likeliest_is_drafted():
-    draws = draws_of([], rule=REJECTION)
+    draws, (seat, _) = draws_of([], rule=REJECTION)
     few = torch.arange(20), -torch.arange(20) / 100
-    assert {drawn(draws, 0, offset, *few) for offset in range(9)} == {0}
+    assert {drawn(draws, (seat, offset), *few) for offset in range(9)} == {0}
 
 
 # ---- Decoding ----
@@ -134,7 +137,7 @@ def test_what_is_kept_drafts_the_same_text_again_and_another_seeds_by_its_own_no
     # negative control: with the noise of another position, fewer drafts are right
     scores = Draws.scores
     monkeypatch.setattr(
-        Draws, "scores", lambda self, row, at, *law: scores(self, row, at + 1, *law)
+        Draws, "scores", lambda self, place, *law: scores(self, (place[0], place[1] + 1), *law)
     )
     wrong = again(source)
     assert torch.equal(first.sequences, wrong.sequences)
@@ -189,7 +192,8 @@ def test_a_tree_grows_where_it_promises_most():
 class _AsBatch:
     """What a state reads of a batch with one row, whose text is token 1."""
 
-    prompts = (torch.tensor([1]),)
+    seats = (Seat(torch.tensor([1])),)
+    prompts = Batch.prompts
 
     def scores(self, row, offset, tokens, raw):
         return raw

@@ -174,16 +174,17 @@ def test_laws_of_many_rows_need_no_fresh_mappings(sample, rejection):
     processors = [TemperatureLogitsWarper(0.8), TopPLogitsWarper(0.9)] if sample else []
     draws = Draws(
         Law(processors, do_sample=sample, rows=rows),
-        seated([stream_key(0, row) for row in range(rows)], [4] * rows, [[1]] * rows, 4),
         rule=rule_of("rejection" if rejection else "coupled", sampling=sample),
     )
     raw = 3 * torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(0))  # (N, V)
-    positions = [(row, 0) for row in range(rows)]
+    keys = [stream_key(0, row) for row in range(rows)]
+    places = [(seat, 0) for seat in seated(keys, [4] * rows, [[1]] * rows, 4)]
     with Largest() as made:
         for signal in SIGNALS:
-            drawn, _, _, laws = draws.draft(raw, positions, signal)
-        drafts = DraftedTokens([], [], [], steps=[(positions, drawn)], laws=[*laws])
-        verdict = draws.judge(raw, positions, drafts)
+            drawn = draws.draft(raw, places, signal)
+        steps = [([(row, 0) for row in range(rows)], drawn.tokens)]
+        drafts = DraftedTokens([], [], [], steps=steps, laws=[*drawn.laws])
+        verdict = draws.judge(raw, places, drafts)
     if not (sample and rejection):
-        assert verdict.drawn.tolist() == drawn.tolist()
+        assert verdict.tokens.tolist() == drawn.tokens.tolist()
     assert 0 < made.bytes < 9 << 20

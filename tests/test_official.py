@@ -21,6 +21,7 @@ import layerskip
 from layerskip import LayerSkipDecoding
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.passes import Passes
+from layerskip.decoding.seats import Seat
 from layerskip.decoding.sources.official import Official
 from layerskip.library import cache_name
 from layerskip.model.sublayers import Sublayers
@@ -88,10 +89,8 @@ def test_its_steps_are_those_of_the_librarys_own_class(family, centroids, execut
     passes = Passes(
         opened,
         [source_of(family, centroids, execution)],
-        rows,
-        max_new_tokens=8,
+        [Seat(row, 8, tokens[:1]) for row, tokens in zip(rows, fed, strict=True)],
         max_draft_length=5,
-        emitted=[tokens[:1] for tokens in fed],
     )
     passes.prefill()
     got = [
@@ -169,8 +168,8 @@ def test_the_doors_take_a_model_an_opened_one_or_a_folder(tmp_path):
 def test_only_tokens_of_the_draft_vocabulary_are_drafted(centroids):
     target, few = Sublayers(target_of("gemma4")), [3, 5, 7, 8, 9, 11]
     source = Official(target, Sublayers(assistant_of("gemma4", centroids)), few)
-    prompt = torch.tensor([5, 6, 7])
-    passes = Passes(target, [source], [prompt], max_new_tokens=2, max_draft_length=1, emitted=[[8]])
+    seat = Seat(torch.tensor([5, 6, 7]), 2, [8])
+    passes = Passes(target, [source], [seat], max_draft_length=1)
     with torch.no_grad():
         passes.prefill()
         raw = passes.draft_step(torch.tensor([8]), 0)[0]  # (V,)

@@ -15,6 +15,7 @@ from layerskip import SkipConfig
 from layerskip.api.generation import generate
 from layerskip.api.settings import LONGEST_DRAFT
 from layerskip.decoding.passes import Passes
+from layerskip.decoding.seats import Seat
 from layerskip.model.sublayers import Sublayers
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -27,7 +28,8 @@ def verified(opened, rows, lengths):
     prompts = [torch.arange(2 + row, 9 + 3 * row) % (VOCABULARY - 2) + 2 for row in range(rows)]
     total = sum(lengths)
     texts = torch.randint(2, VOCABULARY, (rows, total), generator=torch.Generator().manual_seed(3))
-    passes = Passes(opened, [], prompts, max_new_tokens=total, max_draft_length=LONGEST_DRAFT)
+    seats = [Seat(each, total) for each in prompts]
+    passes = Passes(opened, [], seats, max_draft_length=LONGEST_DRAFT)
     with torch.no_grad():
         passes.prefill()
         pieces, start = [], 0
@@ -64,7 +66,7 @@ def carried(opened, lengths, chunk, threads):
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(threads)
-        session = Passes(opened, [], prompts, max_new_tokens=1, max_draft_length=1)
+        session = Passes(opened, [], [Seat(each) for each in prompts], max_draft_length=1)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("layerskip.decoding.sources.following._CHUNK", chunk * len(lengths))
             logits = session.prefill()  # (B, V)

@@ -124,8 +124,8 @@ def test_native_draws_rank_the_best_tokens_as_torch_does(built, sample):
     raw[1, 4:] = -torch.inf  # fewer tokens than requested
     found = []
     for native in (None, extension.extension().drawn):
-        draws = Draws(law, seated([7], [4], [[5]], 4), native=native)
-        found.append(draws.draft(raw, [(0, 0), (0, 1), (0, 2)], "margin", best=8))
+        draws, (seat,) = Draws(law, native=native), seated([7], [4], [[5]], 4)
+        found.append(draws.draft(raw, [(seat, at) for at in range(3)], "margin", best=8))
     assert torch.equal(found[0].tokens, found[1].tokens)
     assert found[0].others is not None
     assert found[1].others is not None

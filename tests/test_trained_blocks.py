@@ -20,6 +20,7 @@ from layerskip.decoding.controllers import Fixed
 from layerskip.decoding.engine import Request
 from layerskip.decoding.laws import Law
 from layerskip.decoding.passes import Passes
+from layerskip.decoding.seats import Seat
 from layerskip.decoding.sources import assistant as assistants
 from layerskip.decoding.sources.assistant import Assistant
 from layerskip.model.draft_modules import Heads
@@ -82,7 +83,7 @@ def check_states(run):
             if not seen:
                 continue
             if isinstance(state, assistants._AssistantState):
-                other = Passes(state.model, [], [text[:seen]], max_new_tokens=1, max_draft_length=0)
+                other = Passes(state.model, [], [Seat(text[:seen])], max_draft_length=0)
                 other.prefill()
                 fresh = other.cache
             else:
@@ -196,8 +197,7 @@ def test_weights_that_are_read_in_half_the_bytes_take_them(kind, tmp_path):
 
 def drafting(opened, skip, ids):
     """Logits of three draft steps after a prompt (T,) and token 3, (3, 1, V)."""
-    rows = {"max_new_tokens": 9, "max_draft_length": 4, "emitted": [[3]]}
-    passes = Passes(opened, [skip.resolve(6)], [ids], **rows)
+    passes = Passes(opened, [skip.resolve(6)], [Seat(ids, 9, [3])], max_draft_length=4)
     passes.prefill()
     return torch.stack([passes.draft_step(torch.tensor([3]), n) for n in range(3)])
 

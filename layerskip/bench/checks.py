@@ -21,6 +21,7 @@ from layerskip.decoding.controllers import Fixed
 from layerskip.decoding.engine import Decoder, Request
 from layerskip.decoding.laws import Law
 from layerskip.decoding.passes import Passes
+from layerskip.decoding.seats import Seat
 from layerskip.files.environment import free_memory
 from layerskip.model.opened_models import sublayers_of
 from layerskip.weights.stored import unpacked_model
@@ -191,9 +192,10 @@ def _cache_error(plan: Plan, ids: Tensor, max_new_tokens: int) -> float:
     decoder = Decoder(plan.model, plan.sources, Fixed(3), request, max_draft_length=3)
     for _ in decoder.rounds():
         pass
-    length = decoder.passes.lengths[0]
-    tokens = torch.cat([ids[0], ids.new_tensor(decoder.emitted[0])])[:length]  # (length,)
-    fresh = Passes(plan.model, [], [tokens], max_new_tokens=1, max_draft_length=0)
+    seat = decoder.seats[0]
+    length = seat.length
+    tokens = torch.cat([ids[0], ids.new_tensor(seat.emitted)])[:length]  # (length,)
+    fresh = Passes(plan.model, [], [Seat(tokens)], max_draft_length=0)
     fresh.prefill()
     got = dict(decoder.passes.cache.parts(0, 0, length))
     return max(deviation(got[part], wanted) for part, wanted in fresh.cache.parts(0, 0, length))

@@ -7,7 +7,7 @@ test compares these with the target's law. N positions, R rows of a pass, V voca
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, MutableSequence, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -55,16 +55,16 @@ class Recorded:
     fed = ()
     runs_ahead = False
 
-    def __init__(self, target: Tensor, draft: Tensor, rows: int) -> None:
-        self.target, self.draft = target, draft
-        self.rows, self.lengths = dict[int, int](), [1] * rows
+    def __init__(self, target: Tensor, draft: Tensor, seats: MutableSequence[Any]) -> None:
+        self.target, self.draft, self.seats = target, draft, seats
+        self.rows = dict[int, int]()
         batch: Any = self
         self.states, self.sources = [State(batch)], [SimpleNamespace(name="recorded", longest=None)]
         self.model = SimpleNamespace(branches=True, device=target.device, vocabulary=len(target))
         self.cache = SimpleNamespace(slots=sys.maxsize)
 
     def prefill(self, *_: Any) -> Tensor:
-        self.rows = {row: row for row in range(len(self.lengths))}
+        self.rows = {row: row for row in range(len(self.seats))}
         return self.target.expand(len(self.rows), -1)  # (R, V)
 
     def tell(self, row: int, emitted: Sequence[int]) -> None:
@@ -77,7 +77,7 @@ class Recorded:
         return self.target.expand(len(positions), -1)  # (N, V)
 
     def commit(self, row: int, emitted: Sequence[int], path: Sequence[int]) -> None:
-        self.lengths[row] += len(emitted)
+        self.seats[row].length += len(emitted)
 
 
 def recorded_rounds(
@@ -96,16 +96,15 @@ def recorded_rounds(
         target, draft: raw logits, the same at every position, (V,).
         longest: maximum number of tokens in a draft.
     """
-    passes: Any = Recorded(target, draft, len(keys))
-    history = torch.zeros(1, 1, dtype=torch.long)  # (B, W), not read by these laws
+    rule = rule_of(acceptance, sampling=law.do_sample)
+    draws = Draws(law, rule=rule)
+    prompt = torch.zeros(1, 1, dtype=torch.long)  # (1, 1); these laws do not read it
     seats = [
-        Seat([], 1, sys.maxsize, key=key, number=row, history=history, remembers=False)
+        Seat(prompt[0], sys.maxsize, length=1, row=row, draws=draws, key=key, history=prompt)
         for row, key in enumerate(keys)
     ]
-    rule = rule_of(acceptance, sampling=law.do_sample)
-    draws = Draws(law, seats, rule=rule)
-    recorded = LiveTarget(passes, seats, [draws] * len(keys), rule)
-    loop = Loop(recorded, controller, seats, longest=longest)
+    passes: Any = Recorded(target, draft, seats)
+    loop = Loop(LiveTarget(passes, rule), controller, longest=longest)
     loop.prefill()
     while True:
         yield loop.round()
@@ -205,8 +204,7 @@ def _record(
     For a large vocabulary, only those tokens that either law considers most probable.
     """
     ids = torch.tensor(tokens)
-    prompt, emitted = [ids[:-1]], [tokens[-1:]]
-    passes = Passes(model, [source], prompt, max_new_tokens=2, max_draft_length=1, emitted=emitted)
+    passes = Passes(model, [source], [Seat(ids[:-1], 2, tokens[-1:])], max_draft_length=1)
     passes.prefill()
     last = ids[-1:].to(model.device)  # (1,)
     draft = passes.draft_step(last, 0)[0].float().cpu()  # (V,)

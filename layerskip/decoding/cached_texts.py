@@ -219,14 +219,10 @@ class Reuse:
     Args:
         cached: None: nothing is taken or left.
         early: whether prompts are stored as soon as they have been run, for rows that join later.
-
-    Attributes:
-        store_points: by row, the numbers of tokens after which its text will be stored.
     """
 
     def __init__(self, cached: CachedTexts | None, passes: Prefill, *, early: bool = False) -> None:
         self.cached, self.passes, self.early = cached, passes, early
-        self.store_points: dict[int, set[int]] = {}
         self._weights: object = None  # identifies the weights to which stored contents belong
 
     def check(self, *, numbers: bool = False) -> None:
@@ -238,7 +234,7 @@ class Reuse:
         """The cached prefix of a row's prompt, or of its first `most` tokens."""
         if self.cached is None:
             return [], 0
-        passes, length = self.passes, self.passes.prompt_lengths[row]
+        passes, length = self.passes, self.passes.seats[row].prompt_length
         return self.cached.start(
             passes.tokens(row, most or length), passes.cache.window, passes.needed
         )
@@ -248,22 +244,23 @@ class Reuse:
         cache, filled = self.passes.cache, {}
         for row, most in rows.items():
             filled[row], same = self.find(row, most)
-            at, store_points = filled[row][-1].end if filled[row] else 0, set[int]()
+            at, seat = filled[row][-1].end if filled[row] else 0, self.passes.seats[row]
             if self.cached is not None and (self.early or cache.window):
-                store_points = cache.store_points(self.passes.prompt_lengths[row], same)
-            self.store_points[row] = {each for each in store_points if each > at}
+                points = cache.store_points(seat.prompt_length, same)
+                seat.store_points = {each for each in points if each > at}
         self.passes.fill(filled)
 
     def reached(self) -> None:
-        """Store the texts of rows that have reached such a point."""
-        for row, store_points in self.store_points.items():
-            for point in sorted(each for each in store_points if each <= self.passes.lengths[row]):
-                store_points.remove(point)
+        """Store the joining texts that have reached a point at which they are stored."""
+        for row in self.passes.joining:
+            seat = self.passes.seats[row]
+            for point in sorted(each for each in seat.store_points if each <= seat.length):
+                seat.store_points.remove(point)
                 self.keep(row, point)
 
     def keep(self, row: int, length: int | None = None) -> None:
         """Store a row's text, or its first tokens."""
-        if self.cached is not None and (length := length or self.passes.lengths[row]):
+        if self.cached is not None and (length := length or self.passes.seats[row].length):
             self.cached.keep(self._weights, self.passes, row, length)
 
 

@@ -5,8 +5,7 @@ Shapes: V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, MutableSequence, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -51,7 +50,6 @@ class Loop:
     a recorded target. The controller decides how long each row drafts in a round.
 
     Args:
-        seats: by row, the texts; the unfinished ones of `target.rows` take part in rounds.
         longest: maximum number of tokens of a row that a round verifies.
         keep: whether to keep the processed scores of emitted tokens.
         note_time: called after drafting, and after the target's pass.
@@ -61,13 +59,13 @@ class Loop:
         self,
         target: Target,
         controller: Controller,
-        seats: MutableSequence[Any],
         *,
         longest: int,
         keep: bool = False,
         note_time: Callable[[], None] = lambda: None,
     ) -> None:
-        self.target, self.controller, self.seats, self.longest = target, controller, seats, longest
+        self.target, self.controller, self.longest = target, controller, longest
+        self.batch, self.seats = target.batch, target.batch.seats
         self.keep, self.note_time = keep, note_time
         self.signal: str | None = None
         if controller.needs_confidence:
@@ -76,17 +74,17 @@ class Loop:
         self._chooser = controller if isinstance(controller, Chooser) else None
         self._proposals: Sequence[Mapping[int, Proposal]] = ()
         self._trees: Any = None  # of the round
-        controller.reset(len(seats))
+        controller.reset(len(self.seats))
 
     @property
     def going(self) -> list[int]:
         """The rows of the next round."""
-        return [row for row in self.target.rows if not self.seats[row].finished]
+        return [row for row in self.batch.rows if not self.seats[row].finished]
 
-    def seat(self, row: int, seat: Seat) -> None:
-        """Give a row to another text, before its prompt is given to the target."""
-        self.seats[row] = seat
-        self.controller.forget(row)
+    def seat(self, seat: Seat) -> None:
+        """Give a row to another text, whose prompt has not been run."""
+        self.batch.seat(seat)
+        self.controller.forget(seat.row)
 
     def prefill(
         self, ends: Mapping[int, int] | None = None, read: Callable[[Tensor], None] | None = None
@@ -95,10 +93,10 @@ class Loop:
 
         The outcome has the first token of each row whose prompt is done.
         """
-        before = {*self.target.rows}
+        before = {*self.batch.rows}
         raw = self.target.prefill(ends, read)
         self.note_time()
-        rows = [row for row in self.target.rows if row not in before]
+        rows = [row for row in self.batch.rows if row not in before]
         if not rows:
             return Outcome({}, DraftedTokens.of(len(self.seats)), VerifyResult([], []), {}, {})
         verdict = self.target.judge(raw, [(row, 0) for row in rows], keep=self.keep)
@@ -141,22 +139,23 @@ class Loop:
 
     def compact(self) -> bool:
         """Let finished rows go as soon as the others fit into half of a pass (see `remaining`)."""
-        rows, going = [*self.target.rows], self.going
+        rows, going = [*self.batch.rows], self.going
         size = remaining(len(rows), len(going))
         if size == len(rows):
             return False
         done = [row for row in rows if self.seats[row].finished]
-        done.sort(key=self.target.lengths.__getitem__)  # short rows have the least to attend to
+        done.sort(key=lambda row: self.seats[row].length)  # short rows have the least to attend to
         self.leave(done[size - len(going) :])
         return True
 
     def _plan(self, rows: Sequence[int]) -> dict[int, RowPlan]:
-        target, controller, count = self.target, self.controller, len(self.target.states)
+        controller, count = self.controller, len(self.batch.states)
         self._proposals = [
             {row: self._proposal(number, row) for row in rows}
             for number in range(count if self.longest else 0)
         ]
-        controller.begin(sum(target.lengths[row] for row in rows) // len(rows), len(target.rows))
+        context = sum(self.seats[row].length for row in rows) // len(rows)
+        controller.begin(context, len(self.batch.rows))
         offers = [offer_of(each) for each in self._proposals]
         choice = (self._chooser.choose if self._chooser else first_offer)(offers)
         plans = {}
@@ -178,17 +177,23 @@ class Loop:
         return plans
 
     def _proposal(self, source: int, row: int) -> Proposal:
-        target, seat = self.target, self.seats[row]
+        target, batch, seat = self.target, self.batch, self.seats[row]
+        of, size = batch.sources[source], batch.model.vocabulary
         longest = self.longest // target.rule.candidates  # of several tokens of a position
-        most = draft_limit(longest, seat.left, target.room(row))
-        proposal = target.offer(source, row, most)
+        most = draft_limit(longest, seat.left, batch.cache.slots - seat.length)
+        proposal = batch.states[source].offer(row, min(most, of.longest or most))
         if not proposal.tokens:
             return proposal
+        if not 0 <= min(proposal.tokens) <= max(proposal.tokens) < size:
+            raise ValueError(
+                f"the source {of.name} must propose token ids in 0..{size - 1}, the model's "
+                f"vocabulary; got {[*proposal.tokens]}"
+            )
         if proposal.parents is not None and (target.rule.trees or not target.branches):
             proposal = proposal.some(trunk(proposal.parents))
         if proposal.length > most:
             proposal = proposal.some(range(1, most + 1))
-        return usable(proposal, partial(target.allowed, row), eos=seat.eos)
+        return usable(proposal, seat, size)
 
     def _draft(self, plans: Mapping[int, RowPlan]) -> DraftedTokens:
         """Collect tokens that need no step, up to each row's limit, and take steps for the rest."""
@@ -216,10 +221,10 @@ class Loop:
                 f"sources {', '.join(map(str, stepping))}"
             )
         for source, rows in stepping.items():
-            state, ask = self.target.states[source], StepRequest(source, self.signal)
+            state, ask = self.batch.states[source], StepRequest(source, self.signal)
             # Rows of a shared prefix cannot branch if they stop early, which depends on candidates.
-            uneven = rule.trees is not None and len(rows) > 1 and state is not None and state.prefix
-            if trees is None or state is None or uneven:
+            uneven = rule.trees is not None and len(rows) > 1 and state.prefix
+            if trees is None or uneven:
                 drafts.kept_steps = self._take_steps(drafts, ask, rows, plans)
             else:
                 trees.begin([seat.eos for seat in self.seats], self.longest, state)
@@ -335,14 +340,12 @@ def offer_of(proposals: Mapping[int, Proposal]) -> Offer:
     return Offer({row: each.length for row, each in proposals.items()}, matches or None, chances)
 
 
-def usable(
-    proposal: Proposal, allowed: Callable[[Sequence[int]], int], *, eos: frozenset[int]
-) -> Proposal:
+def usable(proposal: Proposal, seat: Seat, vocabulary: int) -> Proposal:
     """Cut proposed tokens at an end of text, and before the first one that a grammar forbids."""
-    tokens, parents = proposal.tokens or (), proposal.parents
+    tokens, parents, eos = proposal.tokens or (), proposal.parents, seat.eos
     if parents is None:
         end = next((i for i, token in enumerate(tokens, 1) if token in eos), len(tokens))
-        end = min(end, allowed(tokens[:end]))
+        end = min(end, seat.allowed(tokens[:end], vocabulary))
         return proposal if end == len(tokens) else proposal.some(range(1, end + 1))
     kept = {0}
     for node, parent in enumerate(parents, 1):

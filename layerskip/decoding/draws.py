@@ -1,14 +1,13 @@
 """Draws tokens from a round's logits, and decides which drafted tokens are accepted.
 
-Shapes: B rows, N positions, V vocabulary, W width of the padded prompts.
+Shapes: N positions, V vocabulary.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain, islice
 from typing import NamedTuple
@@ -24,6 +23,8 @@ from layerskip.decoding.laws import Law, softmax_law
 from layerskip.decoding.passes import Position
 from layerskip.decoding.rules import COUPLED, Rule
 from layerskip.decoding.seats import Seat
+
+Place = tuple[Seat, int]  # (text, tokens past the emitted ones); a `Position` names its row
 
 
 @dataclass
@@ -104,79 +105,51 @@ class DraftedTokens:
 
 
 class Drawn(NamedTuple):
-    """The results of drawing from a draft's raw logits (N, V).
+    """What is drawn from raw logits (N, V), of a draft or of the target.
 
     Attributes:
-        tokens: as in `VerifiedTokens.drawn`, (N,).
+        tokens: -1 if no token has a score above -inf, or one is NaN, (N,). The target draws its own
+            tokens, and under the rejection rule corrections and the bonus.
         others: tokens with the next best scores, (N, up to best - 1), -1 for none, if requested.
-        laws: for the rejection rule, N distributions (V,).
+        laws: for the rejection rule, a draft's N distributions (V,).
+        accepted: whether the target accepts the token drafted at each position, (N,). None: it does
+            if that equals its own.
+        scores: the target's processed scores (N, V), if they are kept.
     """
 
     tokens: Tensor
-    confidences: Tensor | None
-    others: Tensor | None
-    laws: Sequence[Tensor]
-
-
-class VerifiedTokens(NamedTuple):
-    """The target's decisions on its logits (N, V).
-
-    Attributes:
-        accepted: whether the token drafted at each position is accepted, (N,). None: it is if it
-            equals the token drawn.
-        drawn: under the rejection rule a correction or the bonus, otherwise the target's own token;
-            -1 if no token has a score above -inf, or one is NaN, (N,).
-    """
-
-    accepted: Tensor | None
-    drawn: Tensor
-    scores: Tensor | None
+    confidences: Tensor | None = None
+    others: Tensor | None = None
+    laws: Sequence[Tensor] = ()
+    accepted: Tensor | None = None
+    scores: Tensor | None = None
 
 
 class Draws:
-    """Draws tokens at positions of rows that share a distribution and advance independently.
+    """Draws tokens at places of texts that share a distribution and advance independently."""
 
-    Args:
-        ending: makes a context for calls of logits processors, whose error may end one text only.
-    """
-
-    def __init__(
-        self,
-        law: Law,
-        seats: Sequence[Seat],
-        *,
-        rule: Rule = COUPLED,
-        native: Draw | None = None,
-        ending: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> None:
-        self.law, self.seats = law, seats
+    def __init__(self, law: Law, *, rule: Rule = COUPLED, native: Draw | None = None) -> None:
+        self.law, self.rule = law, rule
         self.greedy = not law.do_sample
-        self.rule = rule
         self.noise = noise.NoiseBlocks()
         self.warp = law.warp
         self.native = native if rule.shares_noise and self.warp is not None else None
         self.reads_history = law.reads_history
-        self.ending = ending
 
     @property
     def group_key(self) -> object:
         """A value that is equal for draws whose rows one native call can draw together."""
         return self if self.native is None else (self.warp, self.greedy)
 
-    def allowed(self, row: int, tokens: Sequence[int], vocabulary: int) -> int:
-        """How many of these consecutive tokens a row's stateful processors allow."""
-        seat = self.seats[row]
-        return self.law.allowed(seat.number, seat.emitted, tokens, vocabulary)
-
     def draft(
         self,
         raw: Tensor,
-        positions: Sequence[Position],
+        places: Sequence[Place],
         signal: str | None = None,
         *,
         best: int = 1,
     ) -> Drawn:
-        """Draw from a draft's raw logits (N, V) at the given positions.
+        """Draw from a draft's raw logits (N, V) at the given places.
 
         If processors that read the text fail, nothing is drawn. If the text reaches that position,
         they fail again when the target draws.
@@ -187,34 +160,31 @@ class Draws:
                 of the draw; None for none.
         """
         try:
-            return self._draft(raw, positions, signal, best)
+            return self._draft(raw, places, signal, best)
         except Exception:
             if not self.reads_history:
                 raise
             nothing = raw.new_full((len(raw),), -1, dtype=torch.long)  # (N,)
             return Drawn(nothing, raw.new_zeros(len(raw)).float(), None, raw.float().unbind())
 
-    def _draft(
-        self, raw: Tensor, positions: Sequence[Position], signal: str | None, best: int
-    ) -> Drawn:
+    def _draft(self, raw: Tensor, places: Sequence[Place], signal: str | None, best: int) -> Drawn:
         if self.native is not None and signal != "probability":
-            tokens, negative, second = self._drawn(self.native, raw, positions)
+            tokens, negative, second = self._drawn(self.native, raw, places)
             sure = rules.margins_of(negative) if signal == "margin" else None
             ranked = [tokens, second]
             while len(ranked) < best:  # find the two best of the remaining tokens
                 best_two = torch.stack(ranked[-2:], 1)  # (N, 2)
                 raw = raw.scatter(1, best_two.clamp_min(0), -math.inf)
-                token, _, second = self._drawn(self.native, raw, positions)
+                token, _, second = self._drawn(self.native, raw, places)
                 ranked += [token, second]
-            return Drawn(tokens, sure, torch.stack(ranked[1:best], 1) if best > 1 else None, [])
+            return Drawn(tokens, sure, torch.stack(ranked[1:best], 1) if best > 1 else None)
         drawn: list[Tensor] = []
         others: list[Tensor] = []
         margins: list[Tensor] = []
         laws: list[Tensor] = []
-        for scores, some in self._pieces(raw, positions):  # (n, V)
-            noisy = self._noisy(
-                scores, some, noise.TARGET if self.rule.shares_noise else noise.DRAFT
-            )
+        for scores, some in self._pieces(raw, places):  # (n, V)
+            purpose = noise.TARGET if self.rule.shares_noise else noise.DRAFT
+            noisy = self._noisy(scores, some, purpose)
             if signal == "margin":
                 token, margin = rules.with_margin(noisy)
                 margins.append(margin)
@@ -234,10 +204,8 @@ class Draws:
             sure = confidence(raw, tokens.clamp_min(0))
         return Drawn(tokens, sure, torch.cat(others) if others else None, laws)
 
-    def scores(
-        self, row: int, offset: int, tokens: Sequence[int], raw: Sequence[float]
-    ) -> Sequence[float]:
-        """The scores of some tokens at a position, as if `raw` were the target's raw logits.
+    def scores(self, place: Place, tokens: Sequence[int], raw: Sequence[float]) -> Sequence[float]:
+        """The scores of some tokens at a place, as if `raw` were the target's raw logits.
 
         The target would draw the token with the largest score; under the rejection rule that is the
         likeliest one, since it is accepted most often. There are fewer scores if top-k or top-p
@@ -254,60 +222,60 @@ class Draws:
             most = self.warp.top_p * sum(weights)
             kept = sum(each < most for each in likelier)
             del scores[max(self.warp.least, kept) :]
-        (key,), (place,) = self._stream([(row, offset)])
-        drawn = self.noise.of_tokens(key, place, tokens[: len(scores)])
+        (key,), (position,) = streams([place])
+        drawn = self.noise.of_tokens(key, position, tokens[: len(scores)])
         return [score + each for score, each in zip(scores, drawn, strict=True)]
 
     def judge(
         self,
         raw: Tensor,
-        positions: Sequence[Position],
+        places: Sequence[Place],
         drafts: DraftedTokens | None = None,
         *,
         keep: bool = False,
-    ) -> VerifiedTokens:
-        """Make the target's decisions on its raw logits (N, V) at ascending positions.
+    ) -> Drawn:
+        """Make the target's decisions on its raw logits (N, V) at ascending places.
 
         If processors read the text, positions that the text does not reach stay undecided, since
         processors may fail there: those after a rejected token or an end of text.
         """
         if self.reads_history and drafts is not None and any(drafts.lengths):
-            return self._judge_in_turn(raw, positions, drafts, keep)
-        return self._judge(raw, positions, drafts, keep)
+            return self._judge_in_turn(raw, places, drafts, keep)
+        return self._judge(raw, places, drafts, keep)
 
     def _judge_in_turn(
-        self, raw: Tensor, positions: Sequence[Position], drafts: DraftedTokens, keep: bool
-    ) -> VerifiedTokens:
-        """Like `_judge`, offset by offset, for rows whose drafts have been accepted so far."""
+        self, raw: Tensor, places: Sequence[Place], drafts: DraftedTokens, keep: bool
+    ) -> Drawn:
+        """Like `_judge`, offset by offset, for texts whose drafts have been accepted so far."""
         drawn = torch.full((len(raw),), -1, device=raw.device)  # (N,)
         accepted = torch.zeros(len(raw), dtype=torch.bool, device=raw.device)  # (N,)
         scores = torch.zeros_like(raw, dtype=torch.float) if keep else None  # (N, V)
-        alive, seats = {row for row, _ in positions}, self.seats
-        for now in range(1 + max(offset for _, offset in positions)):
-            here = [i for i, (row, at) in enumerate(positions) if at == now and row in alive]
+        alive = {seat for seat, _ in places}
+        for now in range(1 + max(offset for _, offset in places)):
+            here = [i for i, (seat, at) in enumerate(places) if at == now and seat in alive]
             if not here:
                 break
-            some = [positions[i] for i in here]
+            some = [places[i] for i in here]
             judged = self._judge(raw[here], some, drafts, keep)
-            drafted = [drafts.token(position) for position in some]
+            drafted = [drafts.token(position) for position in positions_of(some)]
             stays = judged.accepted
             if stays is None:
-                stays = judged.drawn == on_device(drafted, raw.device)  # (n,)
-            drawn[here], accepted[here] = judged.drawn, stays
+                stays = judged.tokens == on_device(drafted, raw.device)  # (n,)
+            drawn[here], accepted[here] = judged.tokens, stays
             if scores is not None and judged.scores is not None:
                 scores[here] = judged.scores
             on = zip(some, stays.tolist(), drafted, strict=True)
-            alive = {row for (row, _), stay, token in on if stay and token not in seats[row].eos}
-        return VerifiedTokens(accepted, drawn, scores)
+            alive = {seat for (seat, _), stay, token in on if stay and token not in seat.eos}
+        return Drawn(drawn, accepted=accepted, scores=scores)
 
     def _judge(
-        self, raw: Tensor, positions: Sequence[Position], drafts: DraftedTokens | None, keep: bool
-    ) -> VerifiedTokens:
+        self, raw: Tensor, places: Sequence[Place], drafts: DraftedTokens | None, keep: bool
+    ) -> Drawn:
         if self.native is not None and not keep:
-            return VerifiedTokens(None, self._drawn(self.native, raw, positions)[0], None)
+            return Drawn(self._drawn(self.native, raw, places)[0])
         accepted, drawn, kept = [], [], []
-        nodes = iter([] if drafts is None else drafts.nodes(positions))
-        for scores, some in self._pieces(raw, positions):  # (n, V)
+        nodes = iter([] if drafts is None else drafts.nodes(positions_of(places)))
+        for scores, some in self._pieces(raw, places):  # (n, V)
             if self.rule.choose is not None and drafts is not None:
                 token = self._choose(drafts, some, [*islice(nodes, len(some))], scores)
             elif not self.rule.shares_noise and drafts is not None:
@@ -318,98 +286,76 @@ class Draws:
             drawn.append(token)
             if keep:
                 kept.append(scores)
-        return VerifiedTokens(
-            torch.cat(accepted) if accepted else None,
+        return Drawn(
             torch.cat(drawn),
-            torch.cat(kept) if keep else None,
+            accepted=torch.cat(accepted) if accepted else None,
+            scores=torch.cat(kept) if keep else None,
         )
 
     def _drawn(
-        self, native: Draw, raw: Tensor, positions: Sequence[Position]
+        self, native: Draw, raw: Tensor, places: Sequence[Place]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """From raw logits (N, V): tokens, negative margins and second-best tokens, (N,) each."""
         warp = self.warp
         assert warp is not None
-        starts = [] if self.greedy else noise.starts_of(*self._stream(positions))
+        starts = [] if self.greedy else noise.starts_of(*streams(places))
         return native(raw.contiguous(), *warp, starts)
 
     def _pieces(
-        self, raw: Tensor, positions: Sequence[Position]
-    ) -> Iterator[tuple[Tensor, Sequence[Position]]]:
-        """Yield processed scores (n, V) of raw logits (N, V) for a few positions at a time."""
+        self, raw: Tensor, places: Sequence[Place]
+    ) -> Iterator[tuple[Tensor, Sequence[Place]]]:
+        """Yield processed scores (n, V) of raw logits (N, V) for a few places at a time."""
         # Processors that read the history get all rows at once: one call per length.
-        count = len(positions) if self.reads_history else noise.at_once(raw)
-        for first in range(0, len(positions), count):
-            some = positions[first : first + count]
-            seats = [self.seats[row] for row, _ in some]
-            pairs = zip(seats, some, strict=True)
-            lengths = [seat.width + len(seat.emitted) + offset for seat, (_, offset) in pairs]
-            rows = [seat.number for seat in seats]
-            piece = raw[first : first + count]
-            history, width = seats[0].history, seats[0].width  # of all rows of the law
-            yield self.law.scores(piece, history, rows, lengths, width), some
+        count = len(places) if self.reads_history else noise.at_once(raw)
+        for first in range(0, len(places), count):
+            some = places[first : first + count]
+            lengths = [seat.width + len(seat.emitted) + offset for seat, offset in some]
+            rows = [seat.number for seat, _ in some]
+            piece, (seat, _) = raw[first : first + count], some[0]  # one history for all rows
+            yield self.law.scores(piece, seat.history, rows, lengths, seat.width), some
 
-    def _draw(self, scores: Tensor, positions: Sequence[Position]) -> Tensor:
-        return rules.largest(self._noisy(scores, positions, noise.TARGET))
+    def _draw(self, scores: Tensor, places: Sequence[Place]) -> Tensor:
+        return rules.largest(self._noisy(scores, places, noise.TARGET))
 
     def _noisy(
-        self, scores: Tensor, positions: Sequence[Position], purpose: int, candidate: int = 0
+        self, scores: Tensor, places: Sequence[Place], purpose: int, candidate: int = 0
     ) -> Tensor:
         if self.greedy:
             return scores
-        keys, places = self._stream(positions, candidate)
+        keys, positions = streams(places, candidate)
         if purpose == noise.TARGET:
-            drawn = torch.stack(self.noise.at(keys, places, scores))  # (N, V)
+            drawn = torch.stack(self.noise.at(keys, positions, scores))  # (N, V)
         else:
-            starts = [place - offset for place, (_, offset) in zip(places, positions, strict=True)]
-            drawn = noise.draft_noise(keys, starts, places, scores)
+            starts = [seat.place for seat, _ in places]
+            drawn = noise.draft_noise(keys, starts, positions, scores)
         return drawn.add_(scores)
 
     def forget(self, seat: Seat) -> None:
         if not self.greedy:
-            place = seat.prompt_length + len(seat.emitted)
-            self.noise.forget(seat.key, None if seat.finished else place)
-
-    def _stream(
-        self, positions: Sequence[Position], candidate: int = 0
-    ) -> tuple[list[int], list[int]]:
-        """Noise-stream key and position (without pads) of the token drawn at each position.
-
-        Further candidates of a position have streams of their own.
-        """
-        keys, places = [], []
-        for row, offset in positions:
-            seat = self.seats[row]
-            keys.append(noise.stream_key(seat.key, candidate) if candidate else seat.key)
-            places.append(seat.prompt_length + len(seat.emitted) + offset)
-        return keys, places
+            self.noise.forget(seat.key, None if seat.finished else seat.place)
 
     def _choose(
-        self,
-        drafts: DraftedTokens,
-        positions: Sequence[Position],
-        nodes: Sequence[int],
-        scores: Tensor,
+        self, drafts: DraftedTokens, places: Sequence[Place], nodes: Sequence[int], scores: Tensor
     ) -> Tensor:
         """The tokens (N,) of a rule that chooses among candidates, on scores (N, V).
 
         Args:
-            nodes: of each position in its row's tree, where `positions` have the depth.
+            nodes: of each place in its text's tree, where `places` have the depth.
         """
         assert self.rule.choose is not None
         p = softmax_law(scores)  # (N, V)
         tokens, final = [], []
-        for i, ((row, depth), node, at) in enumerate(
-            zip(positions, nodes, drafts.at(positions), strict=True)
-        ):
+        known = drafts.at(positions_of(places))
+        for i, (place, node, at) in enumerate(zip(places, nodes, known, strict=True)):
+            row = place[0].row
             drafted = drafts.tokens[row]
             parents = drafts.parents.get(row, range(len(drafted)))
             some = [token for token, parent in zip(drafted, parents, strict=True) if parent == node]
             token, rest = -1, p[i]
             if some:
-                streams = [self._stream([(row, depth)], number) for number in range(len(some))]
-                keys, places = ([each for (each,) in part] for part in zip(*streams, strict=True))
-                uniforms = noise.accept_uniform(keys, places, p.device)  # (K,)
+                streams = [streams([place], number) for number in range(len(some))]
+                keys, at_each = ([each for (each,) in part] for part in zip(*streams, strict=True))
+                uniforms = noise.accept_uniform(keys, at_each, p.device)  # (K,)
                 if row in drafts.step_free:  # certain of its token
                     q = torch.zeros_like(rest).index_fill_(0, on_device(some, p.device), 1.0)
                 else:
@@ -417,17 +363,18 @@ class Draws:
                 token, rest = self.rule.choose(rest, q, some, uniforms)
             tokens.append(token)
             final.append(rest)
-        drawn = self._draw(torch.stack(final).log(), positions)  # (N,)
+        drawn = self._draw(torch.stack(final).log(), places)  # (N,)
         chosen = on_device(tokens, p.device)  # (N,)
         return torch.where(chosen < 0, drawn, chosen)
 
     def _reject(
-        self, drafts: DraftedTokens, positions: Sequence[Position], scores: Tensor
+        self, drafts: DraftedTokens, places: Sequence[Place], scores: Tensor
     ) -> tuple[Tensor, Tensor]:
         """The rejection rule (Leviathan et al. 2023, Algorithm 1) on scores (N, V)."""
         p = softmax_law(scores)  # (N, V)
         if not (drafts.steps or any(drafts.tokens)):  # a plain step
-            return torch.zeros(len(p), device=p.device), self._draw(p.log(), positions)
+            return torch.zeros(len(p), device=p.device), self._draw(p.log(), places)
+        positions = positions_of(places)
         if drafts.steps:
             at = drafts.at(positions)
             index = on_device(at, p.device)  # (N,)
@@ -449,12 +396,24 @@ class Draws:
         chance = p.gather(1, here)  # (N, 1)
         if q is not None:
             chance = rules.acceptance_probability(chance, q.gather(1, here))
-        keys, places = self._stream(positions)
-        lucky = noise.accept_uniform(keys, places, p.device) < chance[:, 0]  # (N,)
+        lucky = noise.accept_uniform(*streams(places), p.device) < chance[:, 0]  # (N,)
         drafted = token >= 0  # (N,)
         rest = rules.without(p, here) if q is None else rules.residual(p, q)  # (N, V)
         final = torch.where(drafted[:, None], rest, p)
-        return drafted & lucky, self._draw(final.log(), positions)
+        return drafted & lucky, self._draw(final.log(), places)
+
+
+def positions_of(places: Sequence[Place]) -> list[Position]:
+    return [(seat.row, offset) for seat, offset in places]
+
+
+def streams(places: Sequence[Place], candidate: int = 0) -> tuple[list[int], list[int]]:
+    """Noise-stream key and position (without pads) of the token drawn at each place.
+
+    Further candidates of a place have streams of their own.
+    """
+    keys = [noise.stream_key(seat.key, candidate) if candidate else seat.key for seat, _ in places]
+    return keys, [seat.place + offset for seat, offset in places]
 
 
 def confidence(raw: Tensor, tokens: Tensor) -> Tensor:

@@ -96,24 +96,16 @@ class Decoder:
         self.request = request
         ids = request.input_ids
         rows, width = ids.shape
-        self.emitted: list[list[int]] = [[] for _ in range(rows)]
-        self.passes = passes = Passes(
-            model,
-            tuple(drafts) if isinstance(drafts, Sequence) else (drafts,),
-            [prompt[mask.bool()] for prompt, mask in zip(ids, request.attention_mask, strict=True)],
-            max_new_tokens=request.max_new_tokens,
-            max_draft_length=max_draft_length,
-            emitted=self.emitted,
-            pictures=request.pictures,
-        )
+        draws = Draws(request.law, rule=request.rule, native=model.drawn)
         # Pads and prompt, emitted tokens, drafted tokens: what processors and criteria read.
         slack = request.max_new_tokens + max_draft_length + 1
         history = F.pad(ids.to(model.device), (0, slack))  # (B, W + slack)
+        pictures = None if request.pictures is None else request.pictures.to(model.device)
         self.seats = [
             Seat(
-                emitted,
-                self.passes.prompt_lengths[row],
+                prompt[mask.bool()],
                 request.max_new_tokens,
+                draws=draws,
                 key=request.keys[row] if request.keys else 0,
                 number=row,
                 eos=request.eos,
@@ -121,9 +113,12 @@ class Decoder:
                 history=history,
                 width=width,
                 remembers=request.stop is not None or request.law.reads_history,
+                pictures=pictures,
             )
-            for row, emitted in enumerate(self.emitted)
+            for row, (prompt, mask) in enumerate(zip(ids, request.attention_mask, strict=True))
         ]
+        sources = tuple(drafts) if isinstance(drafts, Sequence) else (drafts,)
+        self.passes = passes = Passes(model, sources, self.seats, max_draft_length=max_draft_length)
         self._times = times = list[float]()  # of the current round
 
         # These must not capture `self`: a cycle would keep the buffers alive.
@@ -136,22 +131,22 @@ class Decoder:
                 request.progress(sum(passes.lengths), sum(passes.prompt_lengths))
 
         self._note_time = note_time
-        draws = Draws(request.law, self.seats, rule=request.rule, native=model.drawn)
         alone = (request.pictures is None or rows == 1) and request.encoded is None
         self.reuse = Reuse(cached if alone else None, self.passes)
-        self.target = LiveTarget(
-            self.passes, self.seats, [draws] * rows, request.rule, self.reuse, progress
-        )
+        self.target = LiveTarget(passes, request.rule, self.reuse, progress)
         self.controller = completed(controller)
         self.loop = Loop(
             self.target,
             self.controller,
-            self.seats,
             longest=max_draft_length,
             keep=request.keep_scores,
             note_time=note_time,
         )
         self.stats = DecodingStats(sources=[SourceCounts(each.name) for each in passes.sources])
+
+    @property
+    def emitted(self) -> list[list[int]]:
+        return [seat.emitted for seat in self.seats]
 
     @property
     def finished(self) -> list[bool]:

@@ -14,11 +14,9 @@ from torch import Tensor
 from layerskip.cache.branches import along, depths
 from layerskip.cache.rows import on_device
 from layerskip.decoding.cached_texts import Reuse
-from layerskip.decoding.draws import DraftedTokens, Drawn, Draws, VerifiedTokens
+from layerskip.decoding.draws import DraftedTokens, Drawn, Draws, Place
 from layerskip.decoding.passes import Passes, Position
 from layerskip.decoding.rules import COUPLED, Rule
-from layerskip.decoding.seats import Seat
-from layerskip.decoding.sources.base import Proposal
 from layerskip.decoding.target import StepRequest, StepResult, VerifyResult
 
 # The moves of rows so far, and every row with its length and last token.
@@ -29,8 +27,6 @@ class LiveTarget:
     """A target of rounds computed by a model.
 
     Args:
-        seats: by row; those of `passes.rows` are used.
-        draws: the draws of the rows' laws, by row; rows with one law share theirs.
         reuse: where texts start from earlier ones, and are stored for later ones.
         progress: called after every pass over prompts.
     """
@@ -38,100 +34,65 @@ class LiveTarget:
     def __init__(
         self,
         passes: Passes,
-        seats: Sequence[Seat],
-        draws: Sequence[Draws],
         rule: Rule = COUPLED,
         reuse: Reuse | None = None,
         progress: Callable[[], None] = lambda: None,
     ) -> None:
-        self.passes, self.seats, self.draws, self.rule = passes, seats, draws, rule
-        self.states, self.lengths = passes.states, passes.lengths
+        self.batch, self.seats, self.rule = passes, passes.seats, rule
         self.reuse, self._progress = reuse or Reuse(None, passes), progress
-        # Must not capture `self`, which holds the passes.
-        passes.score = lambda row, *place: draws[row].scores(row, *place)
         self._feed: Tensor  # (R, 1) tokens that the next step of a chain feeds
         self._beside: tuple[Tensor, Tensor] | None = None  # rows without steps, and their tokens
         self._ahead: tuple[Tensor, _Start] | None = None  # a pass that has begun: its logits (R, V)
 
     @property
-    def rows(self) -> Mapping[int, int]:
-        return self.passes.rows
-
-    @property
     def branches(self) -> bool:
         # Processors would have to read a text for every branch.
-        draws = [self.draws[row] for row in self.passes.rows]
-        contextual = any(each.reads_history for each in draws)
-        return self.rule.branches and self.passes.model.branches and not contextual
+        contextual = any(self.seats[row].draws.reads_history for row in self.batch.rows)
+        return self.rule.branches and self.batch.model.branches and not contextual
 
-    def room(self, row: int) -> int:
-        return self.passes.cache.slots - self.passes.lengths[row]
-
-    def offer(self, source: int, row: int, most: int) -> Proposal:
-        of, size = self.passes.sources[source], self.passes.model.vocabulary
-        proposal = self.passes.states[source].offer(row, min(most, of.longest or most))
-        if proposal.tokens and not 0 <= min(proposal.tokens) <= max(proposal.tokens) < size:
-            raise ValueError(
-                f"the source {of.name} must propose token ids in 0..{size - 1}, the model's "
-                f"vocabulary; got {[*proposal.tokens]}"
-            )
-        return proposal
-
-    def allowed(self, row: int, tokens: Sequence[int]) -> int:
-        count, draws = 0, self.draws[row]
-        with draws.ending():
-            count = draws.allowed(row, tokens, self.passes.model.vocabulary)
-        return count
-
-    def _by_law(
-        self, positions: Sequence[Position], *, native: bool
-    ) -> list[tuple[Draws, list[int]]]:
-        """Groups to draw in one call: their draws, and the indices of their positions.
+    def _by_law(self, places: Sequence[Place], *, native: bool) -> list[tuple[Draws, list[int]]]:
+        """Groups to draw in one call: their draws, and the indices of their places.
 
         Args:
             native: whether native calls may draw; they handle several laws at once.
         """
         groups: dict[object, tuple[Draws, list[int]]] = {}
-        of_rows = {row: self.draws[row] for row, _ in positions}
-        if len({*of_rows.values()}) == 1:
-            return [(next(iter(of_rows.values())), [*range(len(positions))])]
-        for i, (row, _) in enumerate(positions):
-            draws = of_rows[row]
-            groups.setdefault(draws.group_key if native else draws, (draws, []))[1].append(i)
+        for i, (seat, _) in enumerate(places):
+            key = seat.draws.group_key if native else seat.draws
+            groups.setdefault(key, (seat.draws, []))[1].append(i)
         return [*groups.values()]
 
-    def _drawn(self, raw: Tensor, positions: Sequence[Position], ask: StepRequest) -> Drawn:
+    def _drawn(self, raw: Tensor, places: Sequence[Place], ask: StepRequest) -> Drawn:
         """Draw from a draft's raw logits (N, V)."""
-        groups = self._by_law(positions, native=ask.signal != "probability")
+        groups = self._by_law(places, native=ask.signal != "probability")
         if len(groups) == 1:
-            return groups[0][0].draft(raw, positions, ask.signal, best=ask.best)
+            return groups[0][0].draft(raw, places, ask.signal, best=ask.best)
         tokens = torch.full((len(raw), max(2, ask.best)), -1, device=raw.device)  # (N, best)
         sure = torch.zeros(len(raw), device=raw.device)  # (N,)
         for draws, some in groups:
-            where = [positions[i] for i in some]
+            where = [places[i] for i in some]
             drawn = draws.draft(raw[some], where, ask.signal, best=ask.best)
             tokens[some, 0] = drawn.tokens
             if drawn.confidences is not None:
                 sure[some] = drawn.confidences
             if drawn.others is not None:
                 tokens[some, 1 : 1 + drawn.others.shape[1]] = drawn.others
-        return Drawn(tokens[:, 0], sure, tokens[:, 1 : ask.best], [])
+        return Drawn(tokens[:, 0], sure, tokens[:, 1 : ask.best])
 
     def draft(
         self, drafts: DraftedTokens, rows: Sequence[int], ask: StepRequest
     ) -> StepResult | None:
         if not drafts.num_steps:
             self._begin(drafts)
-        places, step = self.passes.rows, drafts.num_steps
-        raw = self.passes.draft_step(self._feed[:, 0], step, ask.source)  # (R, V)
+        places, step = self.batch.rows, drafts.num_steps
+        raw = self.batch.draft_step(self._feed[:, 0], step, ask.source)  # (R, V)
         here = None
         if len(rows) < len(places):
             # Processors cannot be called for the other rows: their histories are shorter.
             here = on_device([places[row] for row in rows], raw.device)  # (N,)
             raw = raw[here]  # (N, V)
-        positions = [(row, step) for row in rows]
-        drawn = self._drawn(raw, positions, ask)
-        drafts.steps.append((positions, drawn.tokens))
+        drawn = self._drawn(raw, [(self.seats[row], step) for row in rows], ask)
+        drafts.steps.append(([(row, step) for row in rows], drawn.tokens))
         drafts.laws.extend(drawn.laws)
         # There may be no token (-1): processors may forbid all, and half precision may overflow.
         fed = drawn.tokens.clamp_min(0)  # (N,)
@@ -145,7 +106,7 @@ class LiveTarget:
         reads = (
             ask.signal is not None
             or ask.best > 1
-            or any(self.draws[row].reads_history for row in rows)
+            or any(self.seats[row].draws.reads_history for row in rows)
         )
         drafts.unread = not reads
         if not reads:
@@ -158,7 +119,7 @@ class LiveTarget:
 
     def _begin(self, drafts: DraftedTokens) -> None:
         """Begin a round's draft with every row's last token; rows without steps feed their own."""
-        places, device = self.passes.rows, self.passes.model.device
+        places, device = self.batch.rows, self.batch.model.device
         self._feed = on_device([[self.seats[row].emitted[-1]] for row in places], device)
         self._beside = None
         if drafts.step_free:
@@ -187,7 +148,7 @@ class LiveTarget:
     def prefill(
         self, ends: Mapping[int, int] | None = None, read: Callable[[Tensor], None] | None = None
     ) -> Tensor | None:
-        return self.passes.prefill(ends, self._reached, self.reuse.store_points, read)
+        return self.batch.prefill(ends, self._reached, read)
 
     def _reached(self) -> None:
         self._progress()
@@ -196,8 +157,8 @@ class LiveTarget:
     def verify(self, drafts: DraftedTokens, positions: Sequence[Position]) -> Tensor:
         raw = self._begun(drafts, positions)  # (N, V)
         if raw is None:
-            raw = self.passes.verify(
-                self._unfed(drafts), positions, drafts.branches(self.passes.rows)
+            raw = self.batch.verify(
+                self._unfed(drafts), positions, drafts.branches(self.batch.rows)
             )
         for row in drafts.step_free:
             for offset, token in enumerate(drafts.tokens[row]):
@@ -206,7 +167,7 @@ class LiveTarget:
 
     def _unfed(self, drafts: DraftedTokens) -> Tensor:
         """The tokens that no step has fed, (R, T), as `Passes.verify` takes them."""
-        places, device, kept = self.passes.rows, self.passes.model.device, drafts.kept_steps
+        places, device, kept = self.batch.rows, self.batch.model.device, drafts.kept_steps
         count = 1 + max(drafts.lengths) - kept
         if not kept:
             fed = [self._tokens(drafts, row, range(count)) for row in places]
@@ -227,23 +188,23 @@ class LiveTarget:
         *,
         keep: bool = False,
     ) -> VerifyResult:
-        places = positions
+        places = [(self.seats[row], at) for row, at in positions]
         if drafts is not None and drafts.parents:  # noise depends on depth, not on the node
             deep = {row: depths(parents) for row, parents in drafts.parents.items()}
-            places = [(row, deep[row][at] if row in deep else at) for row, at in positions]
+            places = [(seat, deep[seat.row][at] if seat.row in deep else at) for seat, at in places]
         verified = self._verified(raw, places, drafts, keep)
         accepted = [] if verified.accepted is None else [verified.accepted]
         steps = drafts.steps if drafts is not None and drafts.unread else []
-        fed = self.passes.fed if drafts is not None and drafts.kept_steps else ()
-        arriving = on_host(verified.drawn, *accepted, *(drawn for _, drawn in steps), *fed)
-        ahead = self._run_ahead(drafts, verified.drawn, positions)
+        fed = self.batch.fed if drafts is not None and drafts.kept_steps else ()
+        arriving = on_host(verified.tokens, *accepted, *(drawn for _, drawn in steps), *fed)
+        ahead = self._run_ahead(drafts, verified.tokens, positions)
         target, *others = arriving()
         if ahead is not None:
             self._ahead = ahead, self._start(positions, target, 1)
         flags = others.pop(0) if accepted else []
         drawn, fed_tokens = others[: len(steps)], others[len(steps) :]
         if fed_tokens:
-            self.passes.fed_tokens = list(zip(*fed_tokens, strict=True))
+            self.batch.fed_tokens = list(zip(*fed_tokens, strict=True))
         drafted: list[list[int]] = [[] for _ in self.seats] if drafts is None else drafts.tokens
         for (at, _), step in zip(steps, drawn, strict=True):
             for (row, offset), token in zip(at, step, strict=True):
@@ -267,7 +228,7 @@ class LiveTarget:
                 token, here[row] = (proposed, node + 1) if stays else (token, -1)
             tokens[row].append(token)
             read[row].append(i)
-        for state in self.states:
+        for state in self.batch.states:
             if state.reads_logits:
                 before = drafts.before if drafts is not None else lambda *_: ()
                 state.read(raw, [(row, before(row, node)) for row, node in positions])
@@ -281,7 +242,7 @@ class LiveTarget:
         A GPU computes it while the host reads the tokens. It is in vain if the next round has
         drafts, so it is begun only if this round has none.
         """
-        passes = self.passes
+        passes = self.batch
         if not passes.runs_ahead or drafts is None or drafts.num_steps:
             return None
         if positions != [(row, 0) for row in passes.rows]:
@@ -303,48 +264,49 @@ class LiveTarget:
     ) -> _Start:
         """What a plain pass starts from, once its rows have emitted some more tokens."""
         pairs = zip(positions, tokens, strict=True)
-        rows = [(row, self.lengths[row] + emitted, token) for (row, _), token in pairs]
-        return self.passes.moves, rows
+        rows = [(row, self.seats[row].length + emitted, token) for (row, _), token in pairs]
+        return self.batch.moves, rows
 
     def _verified(
-        self, raw: Tensor, positions: Sequence[Position], drafts: DraftedTokens | None, keep: bool
-    ) -> VerifiedTokens:
-        """Make the decisions of all rows' laws on raw logits (N, V)."""
-        groups = self._by_law(positions, native=True)
+        self, raw: Tensor, places: Sequence[Place], drafts: DraftedTokens | None, keep: bool
+    ) -> Drawn:
+        """Make the decisions of all texts' laws on raw logits (N, V)."""
+        groups = self._by_law(places, native=True)
         drawn = torch.full((len(raw),), -1, device=raw.device)  # (N,)
-        verified = VerifiedTokens(None, drawn, None)
+        verified = Drawn(drawn)
         for draws, some in groups:
-            with draws.ending():
+            with places[some[0]][0].alone():
                 if len(groups) == 1:
-                    verified = draws.judge(raw, positions, drafts, keep=keep)
+                    verified = draws.judge(raw, places, drafts, keep=keep)
                 else:
-                    where = [positions[i] for i in some]
-                    drawn[some] = draws.judge(raw[some], where, drafts).drawn
+                    where = [places[i] for i in some]
+                    drawn[some] = draws.judge(raw[some], where, drafts).tokens
         return verified
 
     def commit(self, row: int, emitted: Sequence[int], drafts: DraftedTokens | None) -> None:
         if drafts is None:  # the token after a prompt, all of which has been fed
-            self.passes.tell(row, emitted)
+            self.batch.tell(row, emitted)
         else:
             path: Sequence[int] = ()
             if row in drafts.parents:
                 path = along(drafts.parents[row], drafts.tokens[row], emitted)
-            self.passes.commit(row, emitted, path)
-        self.draws[row].forget(self.seats[row])
-        if self.seats[row].finished:
+            self.batch.commit(row, emitted, path)
+        seat = self.seats[row]
+        seat.draws.forget(seat)
+        if seat.finished:
             self.end(row)
 
     def end(self, row: int) -> None:
         """Keep a row's text, which has ended or was abandoned, for later ones."""
         self.reuse.keep(row)
-        for state in self.states:
+        for state in self.batch.states:
             state.end(row)
 
     def leave(self, rows: Collection[int]) -> None:
         for row in rows:
             if self.seats[row].reason in ("cancelled", "error"):
                 self.end(row)
-        self.passes.leave(rows)
+        self.batch.leave(rows)
 
 
 def on_host(*values: Tensor) -> Callable[[], list[list[Any]]]:

@@ -51,7 +51,7 @@ class Passes(Prefill):
         self, offset: int, count: int, parents: Sequence[Sequence[int]] | None = None
     ) -> None:
         """Place a pass over `count` tokens of every row; the first is at its length + offset."""
-        lengths = [self.lengths[row] for row in self.rows]
+        lengths = [self.seats[row].length for row in self.rows]
         starts = [length + offset for length in lengths]
         branches = None if parents is None else Branches(parents, offset)
         self.cache.place(starts, count, min(lengths), range(len(starts)), branches, lengths)
@@ -148,15 +148,15 @@ class Passes(Prefill):
 
     def commit(self, row: int, emitted: Sequence[int], path: Sequence[int] = ()) -> None:
         """Keep a row's fed tokens before its last emitted one, which the next pass feeds."""
-        place, steps = self.rows[row], self._steps
+        seat, place, steps = self.seats[row], self.rows[row], self._steps
         if steps:  # count the steps that were fed the row's actual text
             if not self.fed_tokens:  # once for all rows, since this waits for the device
                 self.fed_tokens = torch.stack([*self.fed], 1).tolist()
             steps = 1 + common_prefix(self.fed_tokens[place][1:], emitted[:-1])
         if path:
-            self._keep_path(place, self.lengths[row], path[: len(emitted) - 1])
+            self._keep_path(place, seat.length, path[: len(emitted) - 1])
         self.tell(row, emitted, steps)
-        self.lengths[row] += len(emitted)
+        seat.length += len(emitted)
 
     @in_inference_mode
     def _keep_path(self, place: int, root: int, path: Sequence[int]) -> None:

@@ -10,20 +10,20 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, MutableSequence, Sequence
 from functools import wraps
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from layerskip.cache.library_cache import EncoderStates, LibraryCache
+from layerskip.cache.library_cache import LibraryCache
 from layerskip.cache.rows import STRIPE, RowCache
 from layerskip.config.skips import SkipConfig
+from layerskip.decoding.seats import Seat
 from layerskip.decoding.sources import source_of
 from layerskip.decoding.sources.assistant import Assistant, slot_bytes, state_bytes
 from layerskip.decoding.sources.base import Batch, Source
-from layerskip.model.picture_features import Pictures
 from layerskip.model.sublayers import Sublayers
 
 PIECE = 256  # minimum number of prompt tokens per pass if there are windows
@@ -47,7 +47,7 @@ class RowPlaces(Batch):
     """The rows of one batch on one model with any number of sources.
 
     Args:
-        prompts: of the rows, which are seated in this order.
+        seats: the texts of the rows, which are seated in this order.
 
     Attributes:
         seated: the row at each place of the caches, including those that are not in rounds yet.
@@ -59,38 +59,26 @@ class RowPlaces(Batch):
         self,
         model: Sublayers,
         drafts: Sequence[SkipConfig | Source],
-        prompts: Sequence[Tensor],
+        seats: MutableSequence[Seat],
         *,
-        max_new_tokens: int,
         max_draft_length: int,
-        emitted: Sequence[list[int]] = (),
-        pictures: Pictures | None = None,
     ) -> None:
         self.model = model
-        # By row, the pictures of some rows, and its number among them.
-        self.pictures: dict[int, tuple[Pictures, int]] = {}
-        if pictures is not None:
-            there = pictures.to(model.device)
-            self.pictures = {row: (there, row) for row in range(len(prompts))}
-        self.prompts: list[Tensor] = [prompt.to(model.device) for prompt in prompts]
-        self.prompt_lengths: list[int] = [len(prompt) for prompt in prompts]
-        self.emitted: Sequence[list[int]] = emitted
-        self.owners: dict[int, str] = {}
-        self.score: Callable[..., Sequence[float]] | None = None
-        self.total = max(self.prompt_lengths, default=0) + max_new_tokens
+        self.seats: MutableSequence[Seat] = seats
+        for row, seat in enumerate(seats):
+            seat.row = row
+            seat.to(model.device)
+        self.total = max((seat.prompt_length + seat.limit for seat in seats), default=0)
         model.check_lengths(self.prompt_lengths, self.total)
         # D + 1 spare slots, since shorter drafts are padded at their end
         self.slack = max_draft_length + 1
         self.slots = self.total + self.slack
-        self.cache = model.new_cache(len(prompts), self.slots)
+        self.cache = model.new_cache(len(seats), self.slots)
         self.cache.reserve(max(self.prompt_lengths, default=0))
         self.rotary = model.rotary(self.slots, self.total)
-        self.seated = [*range(len(prompts))]
+        self.seated = [*range(len(seats))]
         self.rows: dict[int, int] = {}
         self.moves = 0
-        self.lengths: list[int] = [0] * len(prompts)
-        # By row, the first slot from which on window layers hold what belongs to the row.
-        self._whole: dict[int, int] = {}
         self.sources = [source_of(model, draft) for draft in drafts]
         self.states = [source.open(self) for source in self.sources]
         self._taps = sorted({tap for each in self.states for tap in each.every_tap})
@@ -104,27 +92,11 @@ class RowPlaces(Batch):
     def place_of(self, row: int) -> int:
         return self.seated.index(row)
 
-    def scores(
-        self, row: int, offset: int, tokens: Sequence[int], raw: Sequence[float]
-    ) -> Sequence[float]:
-        return () if self.score is None else self.score(row, offset, tokens, raw)
-
-    def seat(
-        self,
-        row: int,
-        prompt: Sequence[int],
-        pictures: Pictures | None = None,
-        encoded: EncoderStates | None = None,
-        owner: str = "",
-    ) -> None:
-        """Seat a row after all others, with nothing computed yet; only with open seats."""
-        self.pictures.pop(row, None)
-        if pictures is not None:
-            self.pictures[row] = pictures.to(self.model.device), 0
-        self.prompts[row] = torch.tensor(prompt, device=self.model.device)  # (T,)
-        self.owners[row] = owner
-        self.prompt_lengths[row], self.lengths[row] = len(prompt), 0
-        self.emitted[row].clear()
+    def seat(self, seat: Seat) -> None:
+        """Seat a text after all others, with nothing computed yet; only with open seats."""
+        row, encoded = seat.row, seat.encoded
+        seat.to(self.model.device)
+        self.seats[row] = seat
         self.seated.append(row)
         if encoded is not None:
             assert isinstance(self.cache, LibraryCache)
@@ -163,7 +135,7 @@ class RowPlaces(Batch):
         moved = [(to, place) for to, place in enumerate(places) if to != place]
         if moved or (not self.cache.in_place and len(places) < len(before)):
             moving = [seated[to] for to, _ in moved] if self.cache.in_place else seated
-            length = max((self.lengths[row] for row in moving), default=0)
+            length = max((self.seats[row].length for row in moving), default=0)
             for tap, states in self._tapped.items():
                 if self.cache.in_place:
                     to, old = map(list, zip(*moved, strict=True))

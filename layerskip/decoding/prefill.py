@@ -5,8 +5,7 @@ Shapes: r rows of a pass, T tokens, H width, n slots, D width of a part, V vocab
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from layerskip.decoding.places import RowPlaces, in_inference_mode
+from layerskip.decoding.seats import Seat
 from layerskip.decoding.sources.following import in_chunks
 from layerskip.model.picture_features import Pictures
 from layerskip.model.sublayers import Pass
@@ -36,40 +36,38 @@ class Prefill(RowPlaces):
         self,
         ends: Mapping[int, int] | None = None,
         reached: Callable[[], None] = lambda: None,
-        store_points: Mapping[int, Collection[int]] = MappingProxyType({}),
         read: Callable[[Tensor], None] | None = None,
     ) -> Tensor | None:
         """Run prompts of joining rows through the whole model, each from where it is to its end.
 
-        Rows whose whole prompts have been run take part in rounds from then on.
+        Rows whose whole prompts have been run take part in rounds from then on. A model with
+        recurrent layers ends a pass at the `store_points` of a text.
 
         Args:
             ends: by row, the number of prompt tokens to run up to; several rows run whole prompts.
                 None: all joining rows run whole prompts.
-            reached: called after every pass.
-            store_points: per row, numbers of tokens after which its text is stored; a model with
-                recurrent layers ends a pass there. Points that are reached may be removed.
+            reached: called after every pass; may remove `store_points` that are reached.
             read: called with the logits after each of the tokens of a lone row, (T, V).
 
         Returns:
             Raw logits after the last token of every prompt, (r, V); None if there are more tokens.
         """
         if ends is None:
-            ends = {row: self.prompt_lengths[row] for row in self.joining}
+            ends = {row: self.seats[row].prompt_length for row in self.joining}
         rows, first = [*ends], len(self.rows)
+        seats = [self.seats[row] for row in rows]
         if rows != self.joining[: len(rows)]:
             others = [row for row in self.joining if row not in ends]
             self._arrange([*self.rows, *rows, *others], first)
-        tokens = pad_sequence([self.prompts[row] for row in rows], batch_first=True)  # (r, T)
-        lasts = [length - 1 for length in self.prompt_lengths]
+        tokens = pad_sequence([seat.prompt for seat in seats], batch_first=True)  # (r, T)
         seen: list[Tensor] = []
 
         def run(chunk: Tensor, some: range, firsts: list[int]) -> Tensor:
             places = range(first + some.start, first + some.stop)
-            lowest = min(*self.lengths, *lasts)
+            lowest = min(min(seat.length, seat.prompt_length - 1) for seat in self.seats)
             hidden = self._run_prompts(chunk, places, firsts, lowest, through)
-            for row, begin in zip(rows[some.start : some.stop], firsts, strict=True):
-                self.lengths[row] = min(begin + chunk.shape[1], self.prompt_lengths[row])
+            for seat, begin in zip(seats[some.start : some.stop], firsts, strict=True):
+                seat.length = min(begin + chunk.shape[1], seat.prompt_length)
             if read is not None:
                 seen.append(hidden)
             reached()
@@ -77,14 +75,14 @@ class Prefill(RowPlaces):
 
         self.cache.prefilled = False
         through = self._through if read is None else self.model.num_sublayers
-        pictures = [self.pictures[row][0] for row in rows if row in self.pictures]
+        pictures = [seat.pictures for seat in seats if seat.pictures is not None]
         states = in_chunks(
-            *(self.model, tokens, [range(self.lengths[row], ends[row]) for row in rows], run),
+            *(self.model, tokens, [range(seat.length, ends[seat.row]) for seat in seats], run),
             inside=pictures[0].inside if pictures else (),
-            ends_before=[store_points.get(row, ()) for row in rows] if self.model.recurrent else (),
+            ends_before=[seat.store_points for seat in seats] if self.model.recurrent else (),
             partial=self.cache.partial,
         )  # (r, H)
-        done = all(self.lengths[row] == self.prompt_lengths[row] for row in rows)
+        done = all(seat.length == seat.prompt_length for seat in seats)
         logits: Tensor | None = None
         if read is not None:
             logits = self.model.logits(torch.cat(seen, 1))[0]  # (T, V)
@@ -112,17 +110,16 @@ class Prefill(RowPlaces):
 
     def _pictures(self, places: range) -> Pictures | None:
         """The pictures in the prompts at some places, which all are of one call, if of any."""
-        row = self.seated[places.start]
-        if row not in self.pictures:
+        seat: Seat = self.seats[self.seated[places.start]]
+        if seat.pictures is None:
             return None
-        pictures, number = self.pictures[row]
-        return pictures.some(range(number, number + len(places)))
+        return seat.pictures.some(range(seat.number, seat.number + len(places)))
 
     def _finish_prompts(self, states: Tensor, places: range) -> Tensor:
         """Logits (r, V) after the last prompt tokens at some places, from states (r, 1, H)."""
         through, every = self._through, self.model.num_sublayers
         if through < every:
-            prompts = [self.prompts[self.seated[place]] for place in places]
+            prompts = [self.seats[self.seated[place]].prompt for place in places]
             lasts = [len(prompt) - 1 for prompt in prompts]
             ends = torch.stack([prompt[-1:] for prompt in prompts])  # (r, 1)
             self.cache.place(lasts, 1, min(lasts), places)
@@ -132,8 +129,9 @@ class Prefill(RowPlaces):
 
     def end_of_piece(self, row: int, end: int) -> int:
         """Where to end a piece of a prompt that would end there: not inside of a picture."""
-        inside = self.pictures[row][0].inside if row in self.pictures else ()
-        length, first = self.prompt_lengths[row], self.lengths[row]
+        seat = self.seats[row]
+        inside = () if seat.pictures is None else seat.pictures.inside
+        length, first = seat.prompt_length, seat.length
         if end not in inside:
             return min(end, length)
         later = next(each for each in range(end, length + 1) if each not in inside)
@@ -170,18 +168,18 @@ class Prefill(RowPlaces):
 
         Pictures have their own numbers (see `Pictures.named`).
         """
-        prompt: list[int] = self.prompts[row][:length].tolist()
-        if row in self.pictures:
-            pictures, number = self.pictures[row]
-            prompt = pictures.named(number, prompt)
-        return [*prompt, *self.emitted[row][: length - len(prompt)]]
+        seat = self.seats[row]
+        prompt: list[int] = seat.prompt[:length].tolist()
+        if seat.pictures is not None:
+            prompt = seat.pictures.named(seat.number, prompt)
+        return [*prompt, *seat.emitted[: length - len(prompt)]]
 
     def parts(self, row: int, first: int, end: int) -> Iterator[tuple[Part, Tensor]]:
         """Yield the contents of a row's slots `first` to `end` - 1 by name, as views (..., n, D).
 
         All end with the last slot; those of window layers may begin later than the first.
         """
-        place, whole = self.place_of(row), max(first, self._whole.get(row, 0))
+        place, whole = self.place_of(row), max(first, self.seats[row].whole)
         for name, part in self.cache.parts(place, first, end):
             unknown = part.shape[-2] - end + whole if name[1] in self.cache.trimmed else 0
             yield name, part[..., max(0, unknown) :, :]
@@ -201,17 +199,18 @@ class Prefill(RowPlaces):
         Rows that are seated at once are filled at once.
         """
         for row, fillings in filled.items():
-            self.lengths[row] = fillings[-1].end if fillings else 0
+            self.seats[row].length = fillings[-1].end if fillings else 0
         places = {row: place for place, row in enumerate(self.seated)}
-        self.cache.begin({places[row]: self.lengths[row] for row in filled})
+        self.cache.begin({places[row]: self.seats[row].length for row in filled})
         for row, fillings in filled.items():
-            place, first, self._whole[row] = places[row], 0, 0
+            seat, place, first = self.seats[row], places[row], 0
+            seat.whole = 0
             for end, parts in fillings:
                 for (kind, number), held in parts.items():
                     if kind != "tap":
                         self.cache.fill(place, (kind, number), end, held)
                         if number in self.cache.trimmed and end - held.shape[-2] > first:
-                            self._whole[row] = max(self._whole[row], end - held.shape[-2])
+                            seat.whole = max(seat.whole, end - held.shape[-2])
                     elif number in self._taps:
                         states = self._states(number, held)
                         states[place, end + 1 - len(held) : end + 1] = held

@@ -13,7 +13,7 @@ from torch import Tensor
 from layerskip.decoding.draws import DraftedTokens
 from layerskip.decoding.passes import Position
 from layerskip.decoding.rules import Rule
-from layerskip.decoding.sources.base import Proposal, State
+from layerskip.decoding.sources.base import Batch
 
 
 class StepRequest(NamedTuple):
@@ -56,18 +56,13 @@ class Target(Protocol):
     """The target on which a `Loop` runs rounds.
 
     Attributes:
-        states: the state of each source, which takes its steps; None if its steps are recorded.
-        rows, lengths: as for `Batch`.
+        batch: the texts, of which those in its `rows` take part in rounds.
         branches: whether drafts may branch now.
         rule: how drafts are accepted.
     """
 
     @property
-    def states(self) -> Sequence[State | None]: ...
-    @property
-    def rows(self) -> Mapping[int, int]: ...
-    @property
-    def lengths(self) -> Sequence[int]: ...
+    def batch(self) -> Batch: ...
     @property
     def branches(self) -> bool: ...
     @property
@@ -80,15 +75,6 @@ class Target(Protocol):
 
         None: one has more tokens, or they are recorded.
         """
-
-    def room(self, row: int) -> int:
-        """The number of slots that a row has left."""
-
-    def offer(self, source: int, row: int, most: int) -> Proposal:
-        """A source's proposal to a row, with at most `most` tokens."""
-
-    def allowed(self, row: int, tokens: Sequence[int]) -> int:
-        """How many of a chain's tokens a row's grammars allow."""
 
     def draft(
         self, drafts: DraftedTokens, rows: Sequence[int], ask: StepRequest

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from layerskip.decoding.draws import DraftedTokens
 from layerskip.decoding.passes import Position
-from layerskip.decoding.sources.base import Proposal
+from layerskip.decoding.sources.base import Proposal, State
 from layerskip.decoding.target import StepRequest, StepResult, VerifyResult
 from layerskip.replay.replayed_drafts import Replay, TextBatch
 from layerskip.replay.token_draws import NOTHING
@@ -35,41 +35,36 @@ class _TextDraft:
         return Proposal.of(self.tokens[start][: min(most, self.lengths[start])], self.match[start])
 
 
+class _Replayed(State):
+    """The state of a source that was replayed from every start of the texts."""
+
+    def __init__(self, batch: TextBatch, texts: Sequence[_TextDraft]) -> None:
+        super().__init__(batch)
+        self.seats, self.texts = batch.seats, texts
+
+    def offer(self, row: int, most: int) -> Proposal:
+        return self.texts[row].offer(self.seats[row].start, most)
+
+
 class RecordedTarget:
     """The texts of a trace as the target of rounds."""
 
     branches = False
 
     def __init__(self, sources: Sequence[Replay], texts: Sequence[int]) -> None:
-        self.trace = trace = sources[0].trace
+        trace = sources[0].trace
         self.texts = [trace.texts[text] for text in texts]
         self.batch = batch = TextBatch(trace, self.texts)
-        self.lengths, self.rule = batch.lengths, batch.draws.rule
+        self.rule = batch.draws.rule
         self.drafts = [[_TextDraft(each, text) for text in texts] for each in sources]
-        self.states = [None for _ in sources]
+        batch.sources = [each.source for each in sources]
+        batch.states = [_Replayed(batch, each) for each in self.drafts]
         self.tokens = [text.tokens[text.prompt :].tolist() for text in self.texts]
-
-    @property
-    def rows(self) -> Mapping[int, int]:
-        return self.batch.rows
-
-    def room(self, row: int) -> int:
-        # The cache has a slot for every token and every draft, so it is never a limit.
-        return self.trace.max_new_tokens + 1
-
-    def _start(self, row: int) -> int:
-        return len(self.batch.emitted[row]) - 1
-
-    def offer(self, source: int, row: int, most: int) -> Proposal:
-        return self.drafts[source][row].offer(self._start(row), most)
-
-    def allowed(self, row: int, tokens: Sequence[int]) -> int:
-        return self.batch.draws.allowed(row, tokens, self.trace.model.vocabulary)
 
     def draft(self, drafts: DraftedTokens, rows: Sequence[int], ask: StepRequest) -> StepResult:
         step, tables = drafts.num_steps, self.drafts[ask.source]
         self._source = ask.source
-        places = [(tables[row], self._start(row)) for row in rows]
+        places = [(tables[row], self.batch.seats[row].start) for row in rows]
         kind = "margins" if ask.signal == "margin" else "confidences"
         return StepResult(
             [[draft.tokens[start][step]] for draft, start in places],
@@ -95,7 +90,7 @@ class RecordedTarget:
             if drafts is None:
                 tokens[row] = self.tokens[row][:1]
                 continue
-            start, drafted = self._start(row), drafts.tokens[row]
+            start, drafted = self.batch.seats[row].start, drafts.tokens[row]
             following = self.tokens[row][start + 1 :]
             if row in drafts.step_free:
                 agreeing = common_prefix(drafted, following)
@@ -107,7 +102,7 @@ class RecordedTarget:
         return VerifyResult(tokens, [[*range(len(each))] for each in tokens])
 
     def commit(self, row: int, emitted: Sequence[int], drafts: DraftedTokens | None) -> None:
-        self.batch.commit(row)
+        self.batch.seats[row].follow()
 
     def leave(self, rows: Collection[int]) -> None:
         kept = (row for row in self.batch.rows if row not in rows)

@@ -7,9 +7,11 @@ Shapes: J steps, N starts, V vocabulary.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import cast
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -124,17 +126,17 @@ def _look_up(trace: Trace, source: Source, length: int) -> Replay:
     """The drafts of a source of known tokens from every start, as in decoding."""
     offers = []
     for text in trace.texts:
-        row = TextBatch(trace, [text])
-        state = source.open(cast(Batch, row))
+        batch = TextBatch(trace, [text])
+        state, seat = source.open(batch), batch.seats[0]
         if state.reads_logits:
             raise TypeError(
                 f"a {type(source).__name__} cannot be replayed from every place, as it learns in "
                 "every round; time it by decoding"
             )
         for token in text.tokens.tolist()[text.prompt :][: text.starts]:
-            row.emitted[0].append(token)
+            seat.emitted.append(token)
             state.commit(0, [token], 0)
-            row.commit(0)
+            seat.follow()
             proposal = state.offer(0, min(length, source.longest or length))
             offers.append((list(proposal.tokens or ())[:length], proposal.match or 0))
     tokens = [offered + [NOTHING] * (length - len(offered)) for offered, _ in offers]
@@ -182,38 +184,39 @@ def _assembled(trace: Trace, source: Source, drafts: DrawnTokens) -> Replay:
 class TextSeat(Seat):
     """The row of a recorded text, which ends where the recording ends."""
 
-    def __init__(self, trace: Trace, text: TraceText, number: int) -> None:
-        self.starts = text.starts
-        limit = trace.max_new_tokens
-        super().__init__(
-            [], text.prompt, limit, key=text.key, number=number, eos=trace.eos, remembers=False
-        )
+    def __init__(self, trace: Trace, text: TraceText, row: int, draws: Draws) -> None:
+        prompt, limit, self.starts = text.tokens[: text.prompt], trace.max_new_tokens, text.starts
+        super().__init__(prompt, limit, row=row, number=row, draws=draws, key=text.key)
+        self.length, self.eos = text.prompt, trace.eos
+
+    @property
+    def start(self) -> int:
+        """The number of the present start."""
+        return len(self.emitted) - 1
 
     def end(self, token: int) -> Reason | None:
         return "stop" if len(self.emitted) > self.starts else None
 
+    def follow(self) -> None:
+        """Continue after its emitted tokens, of which the last has not been fed."""
+        self.length = self.place - 1
 
-class TextBatch:
+
+class TextBatch(Batch):
     """Texts of a trace as a batch for the states of step-free sources, one row each."""
+
+    seats: list[TextSeat]
 
     def __init__(self, trace: Trace, texts: Sequence[TraceText]) -> None:
         self.model = trace.model
-        self.seats = [TextSeat(trace, text, row) for row, text in enumerate(texts)]
-        self.emitted = [seat.emitted for seat in self.seats]
-        self.prompts = [text.tokens[: text.prompt] for text in texts]
-        self.prompt_lengths = [text.prompt for text in texts]
-        self.rows: dict[int, int] = {}
-        self.lengths = list(self.prompt_lengths)
-        self.total = self.slots = max(len(text.tokens) for text in texts)
         self.draws = Draws(
             Law(trace.law.processors, do_sample=trace.law.do_sample, rows=len(texts)),
-            self.seats,
             rule=rule_of(
                 "rejection" if trace.rejection else "coupled", sampling=trace.law.do_sample
             ),
         )
-        self.scores = self.draws.scores
-
-    def commit(self, row: int) -> None:
-        """Continue after a row's emitted tokens, of which the last has not been fed."""
-        self.lengths[row] = self.prompt_lengths[row] + len(self.emitted[row]) - 1
+        self.seats = [TextSeat(trace, text, row, self.draws) for row, text in enumerate(texts)]
+        self.rows: dict[int, int] = {}
+        self.total = self.slots = max(len(text.tokens) for text in texts)
+        # A recording has a slot for every token and every draft.
+        self.cache: Any = SimpleNamespace(slots=sys.maxsize)

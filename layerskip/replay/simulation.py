@@ -40,7 +40,7 @@ def simulate(
             f"max_draft_length must be in 0..{replayed}, as far as was replayed; got {longest}"
         )
     target = RecordedTarget(several, texts)
-    loop = Loop(target, controller, target.batch.seats, longest=longest)
+    loop = Loop(target, controller, longest=longest)
     loop.prefill()
     for index in count(1):
         if not loop.going:

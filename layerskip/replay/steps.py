@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from layerskip.decoding.passes import Passes
+from layerskip.decoding.seats import Seat
 from layerskip.decoding.sources.base import Source
 from layerskip.decoding.sources.sublayer_draft import SublayerDraft
 from layerskip.model.sublayers import Pass
@@ -73,17 +74,11 @@ class Walk:
 
     def __init__(self, trace: Trace, source: Source) -> None:
         self.trace = trace
-        self.emitted: list[list[int]] = [[] for _ in trace.texts]
         room = trace.model.max_positions - max(text.prompt for text in trace.texts)
         longest = max(len(text.following) for text in trace.texts)
-        self.passes = Passes(
-            trace.model,
-            [source],
-            [text.tokens[: text.prompt] for text in trace.texts],
-            max_new_tokens=min(longest, room),
-            max_draft_length=trace.draft_length,
-            emitted=self.emitted,
-        )
+        limit = min(longest, room)
+        seats = [Seat(text.tokens[: text.prompt], limit) for text in trace.texts]
+        self.passes = Passes(trace.model, [source], seats, max_draft_length=trace.draft_length)
         state = self.passes.states[0]
         if state.reads_logits:
             raise TypeError(
@@ -97,15 +92,16 @@ class Walk:
 
     def _next(self, row: int) -> list[int]:
         """Emit the text's next token, and return it alone."""
-        text, emitted = self.trace.texts[row], self.emitted[row]
+        text, emitted = self.trace.texts[row], self.passes.seats[row].emitted
         emitted.append(int(text.tokens[text.prompt + len(emitted)]))
         return emitted[-1:]
 
     def begin(self, texts: Tensor, starts: Tensor, steps: int) -> None:
         """Move on to one place (B, 1) in each of some texts (B,), in order."""
         passes, places = self.passes, dict(zip(texts.tolist(), starts[:, 0].tolist(), strict=True))
-        while behind := [row for row, place in places.items() if passes.lengths[row] < place]:
-            last = [self.emitted[row][-1:] for row in passes.rows]
+        seats = passes.seats
+        while behind := [row for row, place in places.items() if seats[row].length < place]:
+            last = [seats[row].emitted[-1:] for row in passes.rows]
             fed = torch.tensor(last, device=passes.model.device)  # (R, 1)
             passes.verify(fed, [(row, 0) for row in passes.rows])
             for row in behind:

@@ -30,7 +30,7 @@ class _LayerState(Following):
         super().__init__(batch)
         self.block = draft.block
         slots = batch.model.backend.capacity(batch.slots)
-        self.cache = RowCache(len(batch.prompts), slots, (self.block.layer.window,))
+        self.cache = RowCache(len(batch.seats), slots, (self.block.layer.window,))
         self.caches = [self.cache]
         self.step_blocks = draft.step_blocks
         *self.blocks, self.head = draft.step_blocks

@@ -156,7 +156,7 @@ class _TableState(State):
     def __init__(self, batch: Batch, source: LogitLookup) -> None:
         super().__init__(batch)
         self.source = source
-        self.stored = [LogitTable()] * len(batch.prompts)  # where each row's logits are added
+        self.stored = [LogitTable()] * len(batch.seats)  # where each row's logits are added
         self.copies = None if source.lookup is None else source.lookup.open(batch)
         self.copy_acceptance, self.acceptance = CopyAcceptance(), BestAcceptance()
         self._copied: dict[int, Proposal] = {}  # by row, the last proposal looked up in texts
@@ -240,7 +240,7 @@ class _TableState(State):
 
     def begin(self, row: int) -> None:
         self.stored[row] = LogitTable(OF_A_TEXT)
-        self.ends[row] = self.batch.prompts[row][-_SUFFIX:].tolist()
+        self.ends[row] = self.batch.seats[row].prompt[-_SUFFIX:].tolist()
         self._trees.pop(row, None)
         self._copied.pop(row, None)
         if self.copies is not None:

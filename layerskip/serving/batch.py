@@ -79,28 +79,27 @@ class ServingBatch:
         limit, theirs = self.model.max_positions, [each.max_positions for each in own]
         self.max_tokens = min(limit, max_tokens or limit, *(each for each in theirs if each))
         self.longest = (decoding.max_draft_length or LONGEST_DRAFT) if decoding.enabled else 0
-        self.seats: list[Any] = [Seat([], 0, 0)] * seats  # a `Text` in each occupied seat
+        nothing = torch.zeros(1, dtype=torch.long)  # (1,)
+        # A `Text` in each occupied seat.
+        self.seats: list[Any] = [Seat(nothing) for _ in range(seats)]
         forced = OfTexts("forced", self.seats, Text.forced)
         predicted = OfTexts("predicted", self.seats, Text.predicted)
         plan = replace(plan, sources=[forced, predicted, *own])
         self.passes = Passes(
             self.model,
             plan.sources,
-            [torch.zeros(1, dtype=torch.long)] * seats,
-            max_new_tokens=1,
+            self.seats,
             max_draft_length=self.longest,
-            emitted=[[] for _ in range(seats)],
         )
         self.passes.open_seats(self.max_tokens)
-        self._draws: list[Any] = [None] * seats
         self.reuse = Reuse(cached, self.passes, early=True)
-        self.target = LiveTarget(self.passes, self.seats, self._draws, reuse=self.reuse)
+        self.target = LiveTarget(self.passes, reuse=self.reuse)
         self.model.backend.long_lived = True
         request = plan.request(seats, max(1, min(256, self.max_tokens - 4)))
         with torch.no_grad():  # costs are measured here, before any text is waited for
             controller, _ = plan.controller(request, _MEASURING, ahead=math.inf)
         self.controller = completed(controller)
-        self.loop = Loop(self.target, self.controller, self.seats, longest=self.longest)
+        self.loop = Loop(self.target, self.controller, longest=self.longest)
         self._free = list(range(seats))
 
     def clear(self) -> None:
@@ -137,10 +136,8 @@ class ServingBatch:
         passes = self.passes
         if shape != (passes.cache.rows, passes.slots):
             passes.resize(*shape)
-        row, request = self._free.pop(), text.request
-        self._draws[row] = text.open(row, self.seats, passes.emitted[row], self.model)
-        self.loop.seat(row, text)
-        passes.seat(row, request.prompt, request.pictures, request.encoded, request.owner)
+        text.open(self._free.pop(), self.model)
+        self.loop.seat(text)
 
     def leave(self, text: Text) -> None:
         if text.row < 0:  # it never joined
@@ -149,7 +146,7 @@ class ServingBatch:
         self._free.append(text.row)
 
     def left(self, text: Text) -> int:
-        return text.prompt_length - self.passes.lengths[text.row]
+        return text.prompt_length - text.length
 
     def prefill(self, text: Text, most: int, room: int) -> int:
         """Run the next tokens of a joining text's prompt after the cached ones; returns the number.
@@ -162,11 +159,11 @@ class ServingBatch:
             room: maximum number of tokens of all.
         """
         passes, row, scored = self.passes, text.row, text.request.prompt_logprobs
-        if not any(passes.lengths[each] for each in passes.seated):
+        if not any(self.seats[each].length for each in passes.seated):
             # Only if no text is in progress: new weights would spoil those anyway.
             self.reuse.check()
         self._start(text)
-        before, read = passes.lengths[row], None
+        before, read = text.length, None
         most = min(most, passes.piece)
         if before + 1 < scored:
             most = min(most, scored - 1 - before)
@@ -176,16 +173,17 @@ class ServingBatch:
         if ends[row] == text.prompt_length and read is None:
             on_cpu = self.model.device.type == "cpu"
             ends = self._beside(text, min(room, _TOGETHER) if on_cpu else room)
-        starts = sum(passes.lengths[each] for each in ends)
+        texts: list[Text] = [self.seats[each] for each in ends]
+        starts = sum(each.length for each in texts)
         outcome = self.loop.prefill(ends, read)
         self._tell_logprobs(outcome)
-        return sum(passes.lengths[each] for each in ends) - starts
+        return sum(each.length for each in texts) - starts
 
     def _start(self, text: Text) -> None:
         """Let a text start from what is cached now, which may be more than when it joined."""
-        if not self.passes.lengths[text.row]:
+        if not text.length:
             self.reuse.start({text.row: text.request.prompt_logprobs or None})
-            text.counts.cached = self.passes.lengths[text.row]
+            text.counts.cached = text.length
 
     def _beside(self, text: Text, room: int) -> dict[int, int]:
         """Texts whose prompts end with one pass beside that of a text, and their lengths.
@@ -195,7 +193,7 @@ class ServingBatch:
         passes, group, longest = self.passes, [text], self.left(text)
         others = [] if self._runs_alone(text) else [each for each in self.joining if each != text]
         for other in sorted(others, key=self.left):
-            known = passes.lengths[other.row]
+            known = other.length
             if not known:
                 found, _ = self.reuse.find(other.row)
                 known = found[-1].end if found else 0
@@ -212,7 +210,7 @@ class ServingBatch:
         for each in group[1:]:
             self._start(each)
         rows = {each.row for each in group}
-        return {row: passes.prompt_lengths[row] for row in passes.joining if row in rows}
+        return {row: self.seats[row].prompt_length for row in passes.joining if row in rows}
 
     def _runs_alone(self, text: Text) -> bool:
         asked = text.request

@@ -62,7 +62,10 @@ class Text(Seat):
             )
         eos = end_tokens(model) if request.eos is None else request.eos
         key = stream_key(request.seed, 0)
-        super().__init__([], prompt, limit, key=key, eos=eos, stop=request.stop)
+        tokens = torch.tensor([*request.prompt])  # (length,)
+        super().__init__(tokens, limit, key=key, eos=eos, stop=request.stop, remembers=True)
+        self.pictures, self.encoded, self.width = request.pictures, request.encoded, prompt
+        self.owner = request.owner
         law = sampling_of(model, request.temperature, request.top_k, request.top_p)
         law |= {"do_sample": request.do_sample, "min_p": request.min_p}
         self.law = law_of(law, processors=request.processors)
@@ -73,14 +76,12 @@ class Text(Seat):
         self.row = -1
         self.piece = Piece()
 
-    def open(self, row: int, seats: Sequence[Seat], emitted: list[int], model: Any) -> Draws:
-        """Take a seat; returns the text's draws."""
-        prompt = list(self.request.prompt)
-        self.row, self.emitted, self.vocabulary = row, emitted, model.vocabulary
+    def open(self, row: int, model: Any) -> None:
+        """Take a seat."""
+        self.row, self.vocabulary = row, model.vocabulary
         self.history = torch.zeros(1, self.slots, dtype=torch.long, device=model.device)  # (1, S)
-        self.history[0, : len(prompt)] = torch.tensor(prompt, device=model.device)
-        self.width = len(prompt)
-        return Draws(self.law, seats, native=model.drawn, ending=self.alone)
+        self.history[0, : self.width] = self.prompt
+        self.draws = Draws(self.law, native=model.drawn)
 
     def fail(self, error: BaseException) -> None:
         """End only this text because of an error in its processors or stop function."""

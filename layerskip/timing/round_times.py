@@ -174,9 +174,9 @@ def _of_any_rows(law: Law, rows: int) -> Law:
 
 def _prepend_zeros(passes: Passes, zeros: int) -> None:
     """Put slots of zeros before all rows, as if tokens had been computed there."""
-    passes.prompts = [torch.cat([each.new_zeros(zeros), each]) for each in passes.prompts]
-    for lengths in (passes.prompt_lengths, passes.lengths):
-        lengths[:] = [length + zeros for length in lengths]
+    for seat in passes.seats:
+        seat.prompt = torch.cat([seat.prompt.new_zeros(zeros), seat.prompt])
+        seat.length += zeros
     for state in passes.states:
         if isinstance(state, Following):
             state.seen = [seen + zeros for seen in state.seen]

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import torch
 
 from layerskip.decoding.passes import Passes
+from layerskip.decoding.seats import Seat
 from layerskip.model.sublayers import Sublayers
 from layerskip.timing.kept import file_for, keep, kept
 
@@ -53,7 +54,7 @@ def fitting_threads(model: Sublayers, *, now: Callable[[], float] = time.perf_co
     token = torch.tensor([0])  # (1,)
     if model.encoder:
         model = model.reading(model.encode(token[None], torch.ones_like(token[None])))
-    passes = Passes(model, [], [token], max_new_tokens=1, max_draft_length=0)
+    passes = Passes(model, [], [Seat(token)], max_draft_length=0)
     passes.prefill()
     seconds: dict[int, list[float]] = {count: [] for count in counts}
     with torch.no_grad(), cpu_threads(None):

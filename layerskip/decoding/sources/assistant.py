@@ -106,7 +106,7 @@ class AssistantState(Following):
         except ValueError as error:
             raise ValueError(f"the assistant cannot draft here: {error}") from error
         self.model = model
-        self.cache = model.new_cache(len(batch.prompts), batch.slots)
+        self.cache = model.new_cache(len(batch.seats), batch.slots)
         self.caches = [self.cache]
         self.resized()
         self.head = model.weights.head()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
@@ -17,6 +16,7 @@ from torch import Tensor
 from layerskip.cache.rows import RowCache
 from layerskip.config.skips import SkipConfig
 from layerskip.decoding.acceptance import PRIOR
+from layerskip.decoding.seats import Seat
 from layerskip.model.sublayers import Pass, Sublayers
 
 
@@ -24,30 +24,62 @@ class Batch:
     """The parts of a batch that a state may read; only the engine changes them.
 
     Attributes:
-        prompts: token ids of each row, without padding, (length,) each.
-        emitted: the tokens that each row has emitted.
+        seats: the text of each row.
+        sources, states: the sources of drafts, and the state of each.
         rows: the rows that take part in passes, in order, with the place of each in a pass.
-        lengths: per row, the number of tokens with exact keys and values. The row's last emitted
-            token is not among them: the next pass feeds it.
         total, slots: maximum number of tokens of a row, and of slots for its keys and values.
         rotary: rotary angles for that many slots.
         cache: the target's keys and values; after a row's `lengths` they are from rejected drafts.
-        owners: by row, whose text it is, in servers that tell clients apart.
     """
 
     model: Sublayers
-    prompts: Sequence[Tensor]
-    prompt_lengths: Sequence[int]
-    emitted: Sequence[Sequence[int]]
+    seats: Sequence[Seat]
+    sources: Sequence[Source]
+    states: Sequence[State]
     rows: Mapping[int, int]
-    lengths: Sequence[int]
     total: int
     slots: int
     rotary: Any
     cache: RowCache
-    owners: Mapping[int, str] = MappingProxyType({})
 
-    @abstractmethod
+    @property
+    def prompts(self) -> list[Tensor]:
+        """Token ids of each row, without padding, (length,) each."""
+        return [seat.prompt for seat in self.seats]
+
+    @property
+    def prompt_lengths(self) -> list[int]:
+        return [seat.prompt_length for seat in self.seats]
+
+    @property
+    def emitted(self) -> list[list[int]]:
+        """The tokens that each row has emitted."""
+        return [seat.emitted for seat in self.seats]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Per row, the number of tokens with exact keys and values.
+
+        The row's last emitted token is not among them: the next pass feeds it.
+        """
+        return [seat.length for seat in self.seats]
+
+    def scores(
+        self, row: int, offset: int, tokens: Sequence[int], raw: Sequence[float]
+    ) -> Sequence[float]:
+        """The scores of some tokens, likeliest first, if `raw` were the target's raw logits.
+
+        They apply to the position `offset` places after the row's emitted tokens, with the
+        request's law and the noise there: the target would draw the token with the largest. There
+        may be fewer scores than tokens; none if the law is more than temperature, top-k and top-p.
+        """
+        seat = self.seats[row]
+        return seat.draws.scores((seat, offset), tokens, raw)
+
+    def seat(self, seat: Seat) -> None:
+        """Seat a text after all others, if texts come and go."""
+        raise NotImplementedError(f"all rows of a {type(self).__name__} are seated at once")
+
     def tapped(
         self,
         tap: int,
@@ -63,17 +95,7 @@ class Batch:
         Args:
             rows: rows of a pass, if only some are needed.
         """
-
-    @abstractmethod
-    def scores(
-        self, row: int, offset: int, tokens: Sequence[int], raw: Sequence[float]
-    ) -> Sequence[float]:
-        """The scores of some tokens, likeliest first, if `raw` were the target's raw logits.
-
-        They apply to the position `offset` places after the row's emitted tokens, with the
-        request's law and the noise there: the target would draw the token with the largest. There
-        may be fewer scores than tokens; none if the law is more than temperature, top-k and top-p.
-        """
+        raise NotImplementedError(f"a {type(self).__name__} keeps no hidden states")
 
 
 class Proposal(NamedTuple):
@@ -127,7 +149,7 @@ class Source(ABC):
         prefix: number of the target's first sublayers that its steps run exactly.
         per_step: number of tokens that the first of as many steps drafts; the others cost nothing.
         keeps_texts: whether what it learns from a text affects drafts for texts of other owners
-            (`Batch.owners`). Servers accept it only where owners share what they remember.
+            (`Seat.owner`). Servers accept it only where owners share what they remember.
         by_clock: whether its drafts depend on how long things take.
     """
 
@@ -234,7 +256,8 @@ class State:
 
     def places(self, offset: int = 0) -> list[int]:
         """The place in each row of a pass of the token that step `offset` of the round feeds."""
-        return [self.batch.lengths[row] + offset for row in self.batch.rows]
+        batch = self.batch
+        return [batch.seats[row].length + offset for row in batch.rows]
 
     def offer(self, row: int, most: int) -> Proposal:
         """Propose at most `most` tokens for the row's next round."""
@@ -301,7 +324,7 @@ class RowsState(State):
     def __init__(self, batch: Batch, start: Callable[[int], RowDrafts]) -> None:
         super().__init__(batch)
         self.start = start
-        self.rows = [start(row) for row in range(len(batch.prompts))]
+        self.rows = [start(row) for row in range(len(batch.seats))]
 
     def begin(self, row: int) -> None:
         self.rows[row] = self.start(row)

@@ -106,7 +106,7 @@ class _BlockState(Following):
         super().__init__(batch)
         self.source, self.taps, self.longest = source, source.taps, source.longest
         layers = len(source.module.network.layers)
-        self.cache = LibraryCache(len(batch.prompts), batch.slots, (None,) * layers)
+        self.cache = LibraryCache(len(batch.seats), batch.slots, (None,) * layers)
         self.caches = [self.cache]
         self.raw: Tensor  # of the round's block, (R, longest, V)
 

@@ -176,11 +176,12 @@ def earlier_answers(
 
 class _EarlierState(RowsState):
     def __init__(self, batch: Batch, source: EarlierAnswers) -> None:
-        prompts, owners = batch.prompts, batch.owners  # capturing the batch would form a cycle
+        seats = batch.seats  # capturing the batch would form a cycle
         self._source = source
 
         def start(row: int) -> _EarlierRow:
-            return _EarlierRow(source.of(owners.get(row, "")), prompts[row][-_CONTEXT:].tolist())
+            seat = seats[row]
+            return _EarlierRow(source.of(seat.owner), seat.prompt[-_CONTEXT:].tolist())
 
         super().__init__(batch, start)
 

@@ -26,23 +26,23 @@ class Following(State):
 
     def __init__(self, batch: Batch) -> None:
         super().__init__(batch)
-        self.seen = [0] * len(batch.prompts)
+        self.seen = [0] * len(batch.seats)
 
     def begin(self, row: int) -> None:
         self.seen[row] = 0
 
     def commit(self, row: int, emitted: Sequence[int], steps: int) -> None:
         if steps:  # the last emitted token has not been fed yet
-            self.seen[row] = self.batch.lengths[row] + steps
+            self.seen[row] = self.batch.seats[row].length + steps
 
     def missing(self) -> int:
         """The number of tokens for a round's first step to see, including the last emitted one."""
-        lengths = self.batch.lengths
-        return max(1, *(lengths[row] + 1 - self.seen[row] for row in self.batch.rows))
+        seats = self.batch.seats
+        return max(1, *(seats[row].length + 1 - self.seen[row] for row in self.batch.rows))
 
     def see(self) -> None:
         for row in self.batch.rows:
-            self.seen[row] = self.batch.lengths[row] + 1
+            self.seen[row] = self.batch.seats[row].length + 1
 
     def latest(self, count: int) -> tuple[list[int], list[range], Tensor]:
         """The last `count` tokens of every row, or all if it has fewer; marks them as seen.
@@ -54,10 +54,11 @@ class Following(State):
         batch = self.batch
         starts, missing, tokens = [], [], []
         for row in batch.rows:
-            end = batch.lengths[row] + 1
-            first, prompt = max(0, end - count), batch.prompt_lengths[row]
-            some = batch.prompts[row][first:].tolist()
-            some += batch.emitted[row][max(0, first - prompt) : end - prompt]
+            seat = batch.seats[row]
+            end = seat.length + 1
+            first, prompt = max(0, end - count), seat.prompt_length
+            some = seat.prompt[first:].tolist()
+            some += seat.emitted[max(0, first - prompt) : end - prompt]
             starts.append(first)
             missing.append(range(min(self.seen[row], end - 1) - first, end - first))
             tokens.append(some + some[-1:] * (count - len(some)))

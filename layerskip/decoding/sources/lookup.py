@@ -171,12 +171,12 @@ class Lookup(Source):
                 f"texts to look drafts up in must hold token ids of the model's vocabulary, 0.."
                 f"{batch.model.vocabulary - 1}, got {self._largest}; encode them with its tokenizer"
             )
-        model, prompts = batch.model, batch.prompts  # capturing the batch would form a cycle
+        model, seats = batch.model, batch.seats  # capturing the batch would form a cycle
 
         def start(row: int) -> LookupRow:
             # The encoder's input comes first, as part of the row's history.
             before = model.read[row].tolist() if row < len(model.read) else []
-            return self.row([*before, *prompts[row].tolist()])
+            return self.row([*before, *seats[row].prompt.tolist()])
 
         return RowsState(batch, start)
 

@@ -109,7 +109,7 @@ class HeadState(Following):
     def __init__(self, batch: Batch, source: Any, taps: Sequence[int]) -> None:
         super().__init__(batch)
         self.source, self.taps = source, taps
-        self.cache = LibraryCache(len(batch.prompts), batch.slots, (None,))
+        self.cache = LibraryCache(len(batch.seats), batch.slots, (None,))
         self.caches = [self.cache]
         self.carried: Tensor  # the head's state of the token fed last, (R, 1, H)
 

@@ -107,7 +107,7 @@ class _OfficialState(State):
         super().__init__(batch)
         self.source, model = source, source.model
         self.tap: int = batch.model.num_sublayers
-        self.cache = RowCache(len(batch.prompts), batch.cache.slots, model.windows)
+        self.cache = RowCache(len(batch.seats), batch.cache.slots, model.windows)
         self.resized()
         self.cache.prefilled = True
         self.pass_: Pass  # of the round

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from layerskip.decoding.seats import Seat
 from layerskip.decoding.sources.assistant import Assistant, AssistantState
 from layerskip.decoding.sources.base import Batch, Proposal, Source, State
 from layerskip.model.opened_models import sublayers_of
@@ -92,12 +93,11 @@ class _UniversalState(State):
 
     def __init__(self, source: Universal, batch: Batch) -> None:
         super().__init__(batch)
-        self.source, rows = source, len(batch.prompts)
-        self.texts = [Retokenized(source.ours, source.theirs) for _ in range(rows)]
-        self.there: Any = Batch()  # type: ignore[abstract]  # the parts that are read
-        self.there.model, self.there.lengths = source.model, [0] * rows
-        self.there.prompts, self.there.prompt_lengths = [torch.zeros(0)] * rows, [0] * rows
-        self.there.emitted = [list[int]() for _ in range(rows)]
+        self.source = source
+        self.texts = [Retokenized(source.ours, source.theirs) for _ in batch.seats]
+        self.there = Batch()  # the parts that are read
+        self.there.model = source.model
+        self.there.seats = [Seat(torch.zeros(0)) for _ in batch.seats]
         self._make_room()
         self.drafting = AssistantState(source.model, self.there)
         self.caches = self.drafting.caches
@@ -143,11 +143,12 @@ class _UniversalState(State):
         """Bring a row's text up to date, with the number of first tokens whose keys stay."""
         batch, text, seen = self.batch, self.texts[row], self.drafting.seen
         seen[row] += max(0, len(text.drafted) - 1)  # all but the last were fed
-        whole = [*batch.prompts[row].tolist(), *batch.emitted[row]]
-        seen[row] = min(seen[row], text.follow(whole[: batch.lengths[row] + 1]))
+        seat, there = batch.seats[row], self.there.seats[row]
+        whole = [*seat.prompt.tolist(), *seat.emitted]
+        seen[row] = min(seen[row], text.follow(whole[: seat.length + 1]))
         if len(text.tokens) >= self.room:
             text.tokens, text.ended, seen[row] = text.tokens[:1], True, 0
-        self.there.emitted[row], self.there.lengths[row] = text.tokens, len(text.tokens) - 1
+        there.emitted, there.length = text.tokens, len(text.tokens) - 1
 
     def _pass(self, hidden: Tensor, step: Pass) -> None:
         """Feed every row's last token to the second model, and draw the next one."""
