@@ -71,8 +71,9 @@ def test_what_is_told_of_several_sets(tmp_path):
     decoding = LayerSkipDecoding([path, EXITS[1]], execution="modules")
     assert decoding.skips == tuple(EXITS)
     lines = decoding.explain(model).splitlines()
-    assert "drafts: sublayers 1: exit 2" in lines
-    assert "drafts: sublayers 2: exit 4" in lines
+    for told, cost in (("1: exit 2", 0.37), ("2: exit 4", 0.69)):
+        price = f"; by the bytes it reads, drafting a token costs {cost} plain steps"
+        assert f"drafts: sublayers {told}{price}" in lines
     assert repr(decoding).startswith("LayerSkipDecoding([SkipConfig(exit_layer=2), Skip")
     told = Engine(model, Task(4), "self", EXITS, draft="both").describe()
     assert told["sources"] == ["sublayers 1", "sublayers 2"]

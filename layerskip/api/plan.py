@@ -108,7 +108,8 @@ class Plan:
             lines.append(f"keys and values: {in_words(round(each))} per 1,000 tokens of text")
         if not settings.enabled:
             return "\n".join([*lines, "drafts: none, as enabled is False"])
-        lines += [f"drafts: {words}" for words in self.words]
+        pairs = zip(self.words, self.sources, strict=True)
+        lines += [f"drafts: {words}{self._price(source)}" for words, source in pairs]
         lines += [f"controller: {_controller_words(settings)}", *self._reasons]
         name = getattr(model.model, "name_or_path", "")
         hint = exits_hint(model, name, self.skips, likely=_IN_8_BITS in self.reasons)
@@ -119,6 +120,14 @@ class Plan:
                 "libraries sum in another order when a batch has other sizes"
             )
         return "\n".join(lines)
+
+    def _price(self, source: Source) -> str:
+        """What drafting costs by the bytes that it reads, in words; empty for step-free sources."""
+        if source.step_free:
+            return ""
+        cost = by_bytes(self.model, source).at(0).draft
+        what = f"{source.per_step} tokens" if source.per_step > 1 else "a token"
+        return f"; by the bytes it reads, drafting {what} costs {cost:.2f} plain steps"
 
     def warn(self, request: Request) -> None:
         """Warn of idle branches, and once for a model that would draft better, loaded otherwise."""

@@ -69,6 +69,7 @@ class BlockDrafter(PublishedHead):
         }
         values |= {"layer_types": layers.get("layer_types") or full, "target_layer_ids": numbers}
         values |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+        values |= {"block_size": self.block, "mask_token_id": self.mask}
         values |= {"model_type": LIBRARY, "_attn_implementation": "sdpa"}
         shape: Any = CONFIG_MAPPING[LIBRARY].from_dict(values)
         causal = config.get("is_causal", own.get("causal"))
