@@ -36,7 +36,7 @@ class Seat:
         whole: the first slot from which on window layers hold what belongs to it.
         store_points: numbers of prompt tokens after which it will be stored for later texts.
         row: its row in the batch.
-        draws: draws its tokens; needed only for that.
+        draws: draws its tokens; None if they are given.
         key: of its noise stream.
         number: its row among those with the same law and pictures.
         history: pads, prompt, emitted and drafted tokens of rows with that law, (B, W + slack).

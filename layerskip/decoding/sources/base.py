@@ -71,10 +71,11 @@ class Batch:
 
         They apply to the position `offset` places after the row's emitted tokens, with the
         request's law and the noise there: the target would draw the token with the largest. There
-        may be fewer scores than tokens; none if the law is more than temperature, top-k and top-p.
+        may be fewer scores than tokens; none if the law is more than temperature, top-k and top-p,
+        or if no tokens are drawn.
         """
         seat = self.seats[row]
-        return seat.draws.scores((seat, offset), tokens, raw)
+        return () if seat.draws is None else seat.draws.scores((seat, offset), tokens, raw)
 
     def seat(self, seat: Seat) -> None:
         """Seat a text after all others, if texts come and go."""
