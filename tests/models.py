@@ -123,6 +123,10 @@ _FAMILIES |= {
     },
     "ernie4_5": _HEAD | {"use_bias": True},
     "apertus": _HEAD,
+    "granite_swa": {
+        **(_SLIDING | {"layer_rope_theta": [1e4, 5e2, 0] * 2, "embedding_multiplier": 1.5}),
+        **{"residual_multiplier": 0.8, "logits_scaling": 2.0, "attention_multiplier": 0.2},
+    },
     "hunyuan_v1_dense": {
         **_HEAD,
         "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 4.0, "factor": 1.0},

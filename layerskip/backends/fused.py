@@ -146,6 +146,7 @@ def _eager(
     _: bool,  # a causal pass has a mask here
     scale: float,
     softcap: float | None = None,
+    sinks: Tensor | None = None,  # (N,)
 ) -> Tensor:
     """The library's eager attention in its order, with the queries of a group side by side."""
     rows, heads, count, width = q.shape
@@ -157,7 +158,12 @@ def _eager(
     if mask is not None:
         scores.view(rows, groups, -1, count, scores.shape[-1]).add_(mask[:, :, None])
     shares = F.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
-    return torch.matmul(shares, values).view(rows, heads, count, width)  # (B, N, T, D)
+    out = torch.matmul(shares, values)  # (B, K, G * T, D)
+    if sinks is not None:
+        own = sinks.view(groups, -1, 1).expand(-1, -1, scores.shape[2] * groups // len(sinks))
+        kept = (torch.logsumexp(scores, -1) - own.flatten(1)).float().sigmoid()  # (B, K, G * T)
+        out = out * kept[..., None].to(out.dtype)
+    return out.view(rows, heads, count, width)  # (B, N, T, D)
 
 
 def _projections(modules: Sequence[Any], linear: Linear) -> Function:
@@ -220,7 +226,9 @@ def attention(part: LayerParts, *, eager: bool, linear: Linear) -> Attention:
     whole = span is not None and span.shape[0] != width
     factor = part.query_factor
     grouped = not eager and groups > 1 and (width >= WIDE or place.type == "cuda")
-    attend: Callable[..., Tensor] = partial(_eager, softcap=part.score_cap) if eager else _sdpa
+    attend: Callable[..., Tensor] = _sdpa
+    if eager:
+        attend = partial(_eager, softcap=part.score_cap, sinks=part.sinks)
 
     def turn(x: Tensor, angles: tuple[Tensor, Tensor], norm: Function) -> Tensor:
         return norm(rotated(x, angles, pairs)) if late else rotated(norm(x), angles, pairs)

@@ -286,7 +286,9 @@ def attention(part: LayerParts) -> Attend | None:
     same_bias = len({bias is None for _, bias in modules}) == 1
     if not usual or not same_bias or v_norm is not None or width > 256:
         return None
-    if part.gate is not None or family.pairs or family.late_norms or part.query_factor != 1:
+    if part.sinks is not None or part.gate is not None:
+        return None
+    if family.pairs or family.late_norms or part.query_factor != 1:
         return None
     if q_norm is not None and len(q_norm.weight) != width:  # one norm of all heads
         return None

@@ -260,6 +260,7 @@ class Native(Fused):
             inputs=[*map(matrix, part.projections)],
             output=matrix(module.o_proj),
             gate=None if part.gate is None else matrix(part.gate),
+            sinks=part.sinks,
             q_norm=q_norm,
             k_norm=k_norm,
             v_norm=v_norm,

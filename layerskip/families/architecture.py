@@ -131,7 +131,8 @@ class Architecture:
 
     def parts_of(self, number: int, layer: Any, window: int | None, kind: str) -> LayerParts:
         """Describe a decoder layer of this family, with its own keys and without a tail."""
-        kind = kind if self.family.rotates(layer.self_attn) else "nope"
+        base = self.family.rotates(layer.self_attn)
+        kind = (kind if base is True else str(base)) if base else "nope"
         norms = (part_named(layer, name) for name in self.family.norms)
         norms = (None if isinstance(norm, nn.Identity) else norm for norm in norms)
         return LayerParts(self.family, number, layer, kind, window, number, *norms)
@@ -234,12 +235,13 @@ class Architecture:
         Args:
             like: a tensor with the dtype and device of the result.
         """
-        turned = self.decoder.rotary_emb
-        # Angles by layer type may exist in some versions of transformers only (Olmo 3).
-        by_type = "layer_type" in inspect.signature(turned.forward).parameters
-        return {
-            kind: turned(like, positions, *([kind] if by_type else [])) for kind in self.kinds
-        }  # (1, S, R) each
+        tables = {}
+        for kind in self.kinds:
+            turned = self.family.rotary(self.decoder, kind)
+            # Angles by layer type may exist in some versions of transformers only (Olmo 3).
+            by_type = "layer_type" in inspect.signature(turned.forward).parameters
+            tables[kind] = turned(like, positions, *([kind] if by_type else []))
+        return tables  # (1, S, R) each
 
     def check_lengths(self, prompt_lengths: Sequence[int], total: int) -> None:
         """Raise an error for lengths whose positions the model cannot serve exactly.

@@ -47,7 +47,9 @@ class Family:
         positions: whether the attention is called with positions in addition to the angles.
         shares_keys: whether the attention is called with the keys of earlier layers, and lacks its
             own if its `is_kv_shared_layer` is set.
-        rotates: whether an attention rotates queries and keys.
+        rotates: whether an attention rotates queries and keys; a number is the base of its angles,
+            if that differs between layers.
+        rotary: a decoder's module that makes these angles, by the base.
         residual: the attribute of a layer by which outputs of sublayers are multiplied; "" for 1.
         score_cap: the attribute of the attention with the softcap of its scores; "" for none.
         softcap: whether the logits pass through `config.final_logit_softcapping`, if set.
@@ -79,7 +81,8 @@ class Family:
     activation: str = "act_fn"
     positions: bool = False
     shares_keys: bool = False
-    rotates: Callable[[Any], bool] = lambda attention: True
+    rotates: Callable[[Any], float] = lambda attention: True
+    rotary: Callable[[Any, str], Any] = lambda decoder, kind: decoder.rotary_emb
     residual: str = ""
     score_cap: str = ""
     softcap: bool = False
@@ -240,6 +243,12 @@ class LayerParts:
     def gate(self) -> Any:
         """The linear layer whose sigmoid multiplies what the attention has read, or None."""
         return part_named(self.attention, self.family.gate)
+
+    @property
+    def sinks(self) -> Tensor | None:
+        """The score of a slot without a value, for each head (N,), or None."""
+        sinks: Tensor | None = self.attention._parameters.get("sinks")
+        return sinks
 
     @property
     def query_factor(self) -> float:

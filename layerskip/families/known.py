@@ -52,6 +52,16 @@ def _t5gemma_embed(decoder: Any, tokens: Tensor) -> Tensor:
     return hidden * torch.tensor(decoder.config.hidden_size**0.5, dtype=hidden.dtype)
 
 
+def _base_of_layer(attention: Any) -> float:
+    return float(attention.config.layer_rope_theta[attention.layer_idx])
+
+
+def _granite_angles(decoder: Any, kind: str) -> Any:
+    bases = (float(each.config.rope_parameters["rope_theta"]) for each in decoder.rotary_embs)
+    made = dict(zip(map(str, bases), decoder.rotary_embs, strict=True))
+    return made.get(kind, decoder.rotary_emb)  # of which "nope" takes the shape only
+
+
 _MLP_NORMS = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
 _AROUND = ("input_layernorm", "post_attention_layernorm", *_MLP_NORMS)
 _AFTER = ("", "post_attention_layernorm", "", "post_feedforward_layernorm")
@@ -81,6 +91,15 @@ _FAMILIES = (
     Family("gemma4_text", package="gemma4", inputs=True, **_GEMMA4),
     Family("gemma4_unified_text", package="gemma4_unified", **_GEMMA4),
     Family("granite", divisor="logits_scaling", **_GRANITE),
+    # A slot without a value beside those that attention reads, and angles of several bases.
+    Family(
+        "granite_swa",
+        windows="by type",
+        rotates=_base_of_layer,
+        rotary=_granite_angles,
+        divisor="logits_scaling",
+        **_GRANITE,
+    ),
     Family("mistral", windows="all"),
     Family("ministral", windows="by type"),
     Family(
@@ -110,7 +129,7 @@ _FAMILIES = (
         gate="gate_proj",
         head_norms=("qk_norm", "qk_norm", ""),
         query_factor="qk_scale_factor",
-        rotates=lambda attention: bool(attention.config.layer_rope_theta[attention.layer_idx]),
+        rotates=lambda attention: _base_of_layer(attention) != 0,
         multiplier="output_multiplier",
         **_GEMMA2,
     ),

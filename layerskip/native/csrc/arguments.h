@@ -69,6 +69,8 @@ struct Arguments {
         ++attentions;
         check_matrix<S>(*each->output, width_, own);
         if (each->gate) check_matrix<S>(*each->gate, own, width_);
+        if (each->sinks) ::check<S>(*each->sinks, {each->heads}, "sinks");
+        require(!each->gate || !each->sinks, "an attention has a gate or sinks");
       } else if (each->kind == Kind::mlp) {
         if (each->mixture) check_mixture<S>(*each->mixture);
         require(each->gated || each->inputs.size() == 1, "an MLP without a gate has one input");

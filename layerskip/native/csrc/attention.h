@@ -205,12 +205,18 @@ struct Attention {
     float* to = out + (token * layer.heads + head) * width;
     const float* gate = queries + token * stride + layer.projected() + head * width;
     const Vec by(layer.eager ? 1.0f : 1.0f / all[1]);
+    float kept = 1.0f;  // what the sink leaves
+    if (const S* sinks = numbers<S>(layer.sinks)) {
+      const float seen = rounded<S>(all[0] + rounded<S>(std::log(rounded<S>(all[1]))));
+      const float over = rounded<S>(seen - static_cast<float>(sinks[head]));
+      kept = rounded<S>(1.0f / (1.0f + std::exp(-over)));
+    }
     with_kernel<S>(width, [&](const auto& kernel) {
       float some[LANES];
       for (int64_t i = 0; i < padded(width); ++i) {
         if (i % LANES == 0) rounded<S>(Vec::loadu(all + 2 + i) * by).store(some);
         if (const int64_t at = kernel.place(i, width); at < width)
-          to[at] = layer.gate ? rounded<S>(some[i % LANES] * gate[at]) : some[i % LANES];
+          to[at] = rounded<S>(some[i % LANES] * (layer.gate ? gate[at] : kept));
       }
     });
   }

@@ -72,6 +72,7 @@ struct Sublayer {
   std::vector<Matrix> inputs;  // q, k, v or one of all; gate, up or one of both; else one
   std::optional<Matrix> output;
   std::optional<Matrix> gate;  // whose sigmoid multiplies what an attention has read
+  std::optional<Tensor> sinks; // (N,) the score of a slot without a value, for each head
   std::optional<Tail> tail;
   std::optional<Mixture> mixture;
   int64_t heads = 0, kv_heads = 0, width = 0;
