@@ -2,6 +2,7 @@
 
 import functools
 import json
+from itertools import product
 
 import pytest
 import torch
@@ -182,9 +183,10 @@ def test_where_nothing_is_left_to_draw_nothing_is_drafted(sample):
     how = {"logits_processor": [forbidden], "do_sample": sample, "seed": 4}
     how |= {"max_new_tokens": 12}
     plain = [r.tokens[0] for r in layerskip.decode(model, ids, enabled=False, **how)]
-    how |= {"skip": SKIP, "lookup": False, "controller": "fixed", "draft_vocabulary": SOME}
-    for acceptance in ("coupled", "rejection"):
-        rounds = list(layerskip.decode(model, ids, acceptance=acceptance, **how))
+    how |= {"skip": SKIP, "lookup": False, "draft_vocabulary": SOME}
+    for acceptance, controller in product(("coupled", "rejection"), ("fixed", "confidence")):
+        how |= {"acceptance": acceptance, "controller": controller}
+        rounds = list(layerskip.decode(model, ids, **how))
         assert [r.tokens[0] for r in rounds] == plain
         assert not any(r.drafted[0] for r in rounds)
     assert not {t for tokens in plain for t in tokens} & set(SOME)

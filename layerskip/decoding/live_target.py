@@ -172,7 +172,9 @@ class LiveTarget:
         if not kept:
             fed = [self._tokens(drafts, row, range(count)) for row in places]
             return on_device(fed, device)
-        if count <= 1:  # 0 where nothing could be drawn at the last step
+        if not count:  # nothing could be drawn at the last step
+            return self.passes.fed[-1][:, None]
+        if count == 1:
             return self._feed
         listed = drafts.step_free | drafts.chosen
         some = [row for row in places if row in listed]
