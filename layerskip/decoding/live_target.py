@@ -173,7 +173,7 @@ class LiveTarget:
             fed = [self._tokens(drafts, row, range(count)) for row in places]
             return on_device(fed, device)
         if not count:  # nothing could be drawn at the last step
-            return self.passes.fed[-1][:, None]
+            return self.batch.fed[-1][:, None]
         if count == 1:
             return self._feed
         listed = drafts.step_free | drafts.chosen
