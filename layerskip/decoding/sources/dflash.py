@@ -48,7 +48,7 @@ class DFlash(Source):
                 f"the DFlash drafter cannot draft for this model: {reason}; give one made for it"
             )
         self.model, self.module = target, module
-        self.weight, self.tokens = outputs_of(target, module, tokens)  # (D, W), (D,)
+        self.weight, self.tokens = outputs_of(target, module, tokens)  # (D, W), (D,) or None
         self.finish = logit_transform(target)
         self.taps = [2 * depth for depth in module.depths]
         self.longest = self.per_step = module.block - module.first
@@ -60,7 +60,7 @@ class DFlash(Source):
 
     @property
     def key(self) -> Hashable:
-        return (weakref.ref(self.module), self.model.dtype, len(self.tokens))
+        return (weakref.ref(self.module), self.model.dtype, len(self.weight))
 
     def open(self, batch: Batch) -> State:
         return _BlockState(batch, self)
@@ -96,7 +96,7 @@ class DFlash(Source):
         states = module(embedded, lengths, cache)[:, module.first :]  # (R, longest, W)
         raw = F.linear(states, self.weight)  # (R, longest, D)
         raw = raw if self.finish is None else self.finish(raw)
-        return spread(raw, self.tokens, self.model.vocabulary)
+        return raw if self.tokens is None else spread(raw, self.tokens, self.model.vocabulary)
 
 
 class _BlockState(Following):

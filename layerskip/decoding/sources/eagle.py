@@ -48,7 +48,7 @@ class EagleHead(Source):
         self.model, self.module = target, module
         embedding = module.embed_tokens or target.model.get_input_embeddings()
         self.embeddings: Tensor = embedding.weight  # (V, W), without Gemma's scale
-        self.weight, self.tokens = outputs_of(target, module, tokens)  # (D, W), (D,)
+        self.weight, self.tokens = outputs_of(target, module, tokens)  # (D, W), (D,) or None
         self.taps = [2 * depth for depth in module.depths_in(target.num_layers)]
 
     name = "eagle3"
@@ -59,7 +59,7 @@ class EagleHead(Source):
 
     @property
     def key(self) -> Hashable:
-        return (weakref.ref(self.module), self.model.dtype, len(self.tokens))
+        return (weakref.ref(self.module), self.model.dtype, len(self.weight))
 
     def open(self, batch: Batch) -> State:
         return HeadState(batch, self, self.taps)
@@ -92,6 +92,8 @@ class EagleHead(Source):
 
     def logits(self, states: Tensor) -> Tensor:
         drafted = F.linear(self.module.normed(states[:, 0]), self.weight)  # (R, D)
+        if self.tokens is None:
+            return drafted
         return spread(drafted, self.tokens, self.model.vocabulary)
 
 
@@ -110,18 +112,17 @@ def _misfit(target: Sublayers, module: Eagle) -> str | None:
 
 def outputs_of(
     target: Sublayers, module: PublishedHead, tokens: Iterable[int] | None
-) -> tuple[Tensor, Tensor]:
-    """The rows of a head's output layer, (D, W), and the target's tokens of these rows, (D,).
+) -> tuple[Tensor, Tensor | None]:
+    """The rows of a head's output layer, (D, W), and their tokens, (D,); None: all, in order.
 
     Args:
         tokens: the only tokens to draft; None: all that it can.
     """
     weight = (module.lm_head or target.unembedding).weight
-    of_rows = module.tokens
-    if module.lm_head is None:
-        of_rows = torch.arange(target.vocabulary, device=target.device)
+    every = len(weight) == target.vocabulary
+    of_rows = torch.arange(len(weight), device=target.device) if every else module.tokens
     if tokens is None:
-        return weight, of_rows
+        return weight, None if every else of_rows
     kept = torch.isin(of_rows, torch.tensor([*tokens], device=target.device))
     return weight[kept], of_rows[kept]
 
