@@ -249,7 +249,7 @@ class Suite:
                 second |= {"tokenizer": self.loaded.tokenizer}
                 second |= {"assistant_tokenizer": assistant.tokenizer}
             if isinstance(second["assistant_model"], HEADS):
-                self.say(f"{name} is left out: transformers reads no heads of others")
+                self.say(f"{name} is left out: transformers is given no heads of others")
             elif is_assistant(second["assistant_model"].config) and not library_can_assist(
                 model.config
             ):
