@@ -3,7 +3,6 @@
 import json
 import random
 import re
-from functools import partial
 from multiprocessing import get_context
 
 import pytest
@@ -25,19 +24,13 @@ from layerskip.serving.requests import TextRequest
 from layerskip.serving.scheduler import Serving
 
 STEEP = CostTable(0.0, (1.0, 1.3, 1.6, 1.9, 2.2, 2.5, 2.8))
-FLAT = CostTable(0.0, (1.0, 1.01, 1.02))
-ONLY = {"lookup": False, "draft_memory": 0, "costs": FLAT}
+ONLY = {"lookup": False, "draft_memory": 0, "costs": CostTable(0.0, (1.0, 1.01, 1.02))}
 NEW = 40
 
 
 @pytest.fixture(scope="module")
 def model():
     return lively_model("llama", num_hidden_layers=3)
-
-
-def remembering(**settings):
-    """Settings whose only drafts come from earlier answers."""
-    return {**ONLY, "remember": EarlierAnswers(), **settings}
 
 
 def earlier_of(out):
@@ -53,47 +46,34 @@ def is_in(part, text):
 
 @pytest.mark.parametrize("alphabet", [2, 3, 8])
 def test_a_cursor_stays_right_while_its_automaton_grows(alphabet):
-    """Its match occurs and is followed by its draft; nothing longer did when the walk began."""
-    drawn = random.Random(alphabet)
-    matches = 0
-    for case in range(30):
-        grows, automaton, texts, walked = case % 2, Automaton(), [], []
-        add = partial(drawn.choices, range(alphabet))
-        for _ in range(3):
-            texts.append(add(k=20))
-            automaton.add(texts[-1])
+    """What it matches occurs there, with its draft behind it."""
+    drawn, matches = random.Random(alphabet), 0
+    for _ in range(30):
+        automaton, texts, walked = Automaton(), [], []
         cursor = Cursor(automaton)
         for _ in range(40):
-            if grows and drawn.random() < 0.3:
-                texts.append([*walked[-3:], *add(k=6)])
+            if drawn.random() < 0.3:
+                texts.append([*walked[-3:], *drawn.choices(range(alphabet), k=9)])
                 automaton.add(texts[-1])
-            walked += add(k=1)
+            walked += drawn.choices(range(alphabet))
             cursor.extend(walked[-1:])
             found = cursor.find(4)
-            suffix = walked[len(walked) - found.match :]
-            assert any(is_in([*suffix, *found.tokens], text) for text in texts)
-            if not grows and found.match < len(walked):
-                longer = walked[-found.match - 1 :]
-                assert not any(is_in(longer, text[:-1]) for text in texts)
+            stretch = [*walked[len(walked) - found.match :], *found.tokens]
+            assert not found.match or any(is_in(stretch, text) for text in texts)
             matches += found.match
     assert matches > 1000
 
 
-def test_the_oldest_answers_go_first_and_none_is_kept_twice():
+def test_the_oldest_answers_go_first():
     index = AnswerIndex(100)
-    answers = [[number * 10 + i for i in range(9)] for number in range(30)]
-    for number, answer in enumerate(answers):
-        index.add(answer)
-        index.add(answer)
-        assert len(index) <= 100
-        held = [any(half.holds(each) for half in index.halves) for each in answers]
-        assert held == sorted(held[: number + 1]) + [False] * (29 - number)
-        assert sum(held) >= min(number + 1, 5)
+    for number in range(30):
+        index.add([number] * 9)
+        held = [each for half in index.halves[::-1] for each in half.tokens[::10]]
+        assert held == [*range(number + 1)][-len(held) :]
+        assert min(number + 1, 5) <= len(held) <= 10
     index.add([*range(1000)])  # of an answer that is too long, the end
-    assert index.halves[0].holds([*range(960, 1000)])
+    assert index.halves[0].tokens[-41:-1] == [*range(960, 1000)]
     assert len(index) <= 100
-    index.clear()
-    assert len(index) == 0
 
 
 # ---- Decoding. That texts are the target's is also tested in `test_every_kind.py`. ----
@@ -111,29 +91,29 @@ def test_a_session_drafts_from_its_earlier_answers(model, sampled):
     assert [out.sequences.tolist() for out in outs] == [alone.sequences.tolist()] * 2
     assert earlier_of(outs[0]).num_accepted_tokens < 3
     assert earlier_of(outs[1]).num_accepted_tokens > NEW / 2
+    size = len(session.settings["sources"][0].of())
+    assert size == 30 + NEW + 1  # of the two, one
+    rounds = session.decode(prompt(9), **ONLY, max_new_tokens=NEW, eos_token_id=[])
+    next(rounds)
+    rounds.close()  # an abandoned text is remembered, too
+    assert len(session.settings["sources"][0].of()) == size + 9 + 1 + 1
     session.forget()
     assert earlier_of(session.generate(ids, **how)).num_accepted_tokens < 3
-    rounds = session.decode(prompt(30, seed=5), **ONLY, max_new_tokens=NEW, eos_token_id=[])
-    for _ in range(5):
-        next(rounds)
-    before = len(session.settings["remember"].of())
-    rounds.close()  # an abandoned text is remembered, too
-    assert len(session.settings["remember"].of()) > before
 
 
 def test_where_texts_depend_on_drafts_nothing_is_remembered(model):
     session = Session(model, acceptance="rejection", draft_memory=0, remember="memory")
     session.generate(prompt(9), max_new_tokens=9, do_sample=True, seed=1)
-    assert len(session.settings["remember"].of()) == 0
+    assert len(session.settings["sources"][0].of()) == 0
     decoding = LayerSkipDecoding(acceptance="rejection", remember="memory")
     assert "no drafts by earlier answers: under the rejection rule" in decoding.explain(model)
     session.generate(prompt(9), max_new_tokens=9, do_sample=False)  # greedy texts do not
-    assert len(session.settings["remember"].of()) > 0
+    assert len(session.settings["sources"][0].of()) > 0
 
 
 def test_earlier_answers_are_remembered_only_where_that_was_asked_for(model):
     for settings, on in (({}, True), ({"remember": "off"}, False), ({"lookup": False}, False)):
-        assert (Session(model, **settings).settings["remember"] != "off") is on
+        assert bool(Session(model, **settings).settings["sources"]) is on
     assert "earlier answers" not in LayerSkipDecoding().explain(model)
     decoding = LayerSkipDecoding(remember="memory", **ONLY)  # as long as it lives
     asked = {"max_new_tokens": NEW, "custom_generate": decoding, "return_dict_in_generate": True}
@@ -149,10 +129,8 @@ def test_2000_unlike_answers_cost_next_to_nothing(model):
     cost = tokens = 0.0
     for number in range(10):
         ids = torch.tensor([drawn.choices(range(2, VOCABULARY), k=20)])  # (1, T)
-        settings = remembering(remember=source, costs=STEEP)
-        out = layerskip.generate(
-            model, ids, **settings, max_new_tokens=NEW, do_sample=True, seed=number, top_k=0
-        )
+        how = {**ONLY, "sources": [source], "costs": STEEP, "seed": number}
+        out = layerskip.generate(model, ids, **how, max_new_tokens=NEW, do_sample=True, top_k=0)
         drafted = [round_.drafted[0] for round_ in out.rounds[1:]]
         cost += sum(STEEP.round_cost(each) for each in drafted)
         tokens += out.stats.num_new_tokens - 1
@@ -164,7 +142,7 @@ def test_2000_unlike_answers_cost_next_to_nothing(model):
 
 @pytest.mark.parametrize("where", ["memory", "shared"])
 def test_owners_draft_from_their_own_answers(model, where):
-    serving = Serving(model, max_rows=1, **{**remembering(), "remember": where})
+    serving = Serving(model, max_rows=1, **ONLY, remember=where)
     accepted, texts = [], []
     for owner in ("ann", "ann", "bob"):
         told = finished(serving, TextRequest(prompt(9)[0].tolist(), NEW, owner=owner))
@@ -185,20 +163,11 @@ def file_in(folder, tokenizer="a", most=1000):
 
 
 def test_a_file_keeps_the_newest_answers(tmp_path):
-    file, answers = file_in(tmp_path / "new"), [[number] * 90 for number in range(30)]
+    file = file_in(tmp_path / "new")
     assert file.read() == []
-    for number, answer in enumerate(answers):
-        file.add(answer)
-        kept = file.read()
-        assert kept == answers[number + 1 - len(kept) : number + 1]
-        assert sum(map(len, kept)) <= 1000
-        assert len(kept) >= min(number + 1, 5)
-    path = tmp_path / "new" / "answers.jsonl"
-    with path.open("ab") as cut:  # by a process that was killed
-        cut.write(b"[5,6,")
-    assert file.read() == kept
-    file.add([7])
-    assert file.read() == [*kept, [7]]
+    for number in range(30):
+        file.add([number] * 90)
+        assert file.read() == [[each] * 90 for each in range(max(0, number - 10), number + 1)]
     file.clear()
     assert file.read() == []
 
@@ -217,24 +186,23 @@ def test_two_processes_add_to_one_file(tmp_path):
         each.join()
         assert each.exitcode == 0
     kept = file_in(tmp_path, most=3000).read()
+    assert len(kept) == 60
     assert all(each in ([1] * 50, [2] * 50) for each in kept)
-    assert 1500 <= sum(map(len, kept)) <= 3000
 
 
 HEADER = {"schema": 1, "tokenizer": "a"}
 DAMAGED = {
     b"[5,6\n": "line 2: not valid JSON",
-    b"[5,97]\n": "line 2: token ids must be in 0..96, got 97",
-    b"[-1]\n": "line 2: an answer[0] must be 0 or more",
+    b"[5,97]\n": "line 2: 97 is no token id of the model",
     b"{}\n": "line 2: an answer must be a list",
-    b"\xff\n": "line 2: not valid JSON",
+    b"[5,6": "line 2: not valid JSON",
 }
 
 
 @pytest.mark.parametrize("line", DAMAGED)
 def test_a_damaged_file_is_refused(tmp_path, line):
     (tmp_path / "answers.jsonl").write_bytes(json.dumps(HEADER).encode() + b"\n" + line)
-    with pytest.raises(ValueError, match=DAMAGED[line].replace("[0]", r"\[0\]")):
+    with pytest.raises(ValueError, match=DAMAGED[line]):
         file_in(tmp_path).read()
 
 
@@ -253,7 +221,7 @@ def test_answers_go_on_where_they_can_no_longer_be_kept(tmp_path):
     with pytest.warns(UserWarning, match="answers are no longer kept on disk"):
         index.add([1, 2, 3])
     index.add([4, 5, 6])
-    assert index.halves[0].holds([4, 5, 6])
+    assert index.halves[0].tokens[-4:-1] == [4, 5, 6]
 
 
 # ---- Commands ----
@@ -305,7 +273,7 @@ def test_wrong_folders_end_a_command_in_one_line(folder, tmp_path):
     assert "no effect with --no-draft" in warned(run(*ask, "--no-draft", "-n", 2))[0]
 
 
-def test_no_file_decides_where_answers_are_written(model):
+def test_no_file_decides_where_answers_are_written(model, tmp_path):
     for where in ("off", "memory"):
         skip = SkipConfig(exit_layer=2, decoding=DecodingOptions(remember=where))
         assert LayerSkipDecoding(skip).remember == where
@@ -313,15 +281,5 @@ def test_no_file_decides_where_answers_are_written(model):
     with pytest.raises(ValueError, match="a skip config may set remember to off or memory"):
         LayerSkipDecoding(skip)
     with pytest.raises(ValueError, match="needs the tokenizer; pass tokenizer="):
-        Session(model, remember="some/folder")
-
-
-def test_a_session_keeps_answers_in_a_folder(model, tmp_path):
-    how = {**ONLY, "max_new_tokens": NEW, "do_sample": False, "eos_token_id": None}
-    accepted = []
-    for _ in range(2):
-        session = Session(model, remember=tmp_path, tokenizer=tiny_tokenizer())
-        out = session.generate(prompt(20), pad_token_id=0, **how)
-        accepted.append(earlier_of(out).num_accepted_tokens)
-    assert accepted[0] < 3
-    assert accepted[1] > NEW / 2
+        Session(model, remember=str(tmp_path))
+    Session(model, remember=str(tmp_path), tokenizer=tiny_tokenizer())

@@ -771,10 +771,21 @@ class TestRefusals:
             assert got.json()["error"]["code"] == "invalid_api_key"
         assert httpx.get(f"{place.url}/health").json() == {"status": "ok"}
 
-    def test_a_key_with_other_letters_or_from_a_file_with_a_last_line_end(self, place):
-        with running(make_app(Stub(), place.served, api_key="clé à\n")) as url:
-            headers = {"Authorization": "Bearer clé à".encode()}
-            assert httpx.get(f"{url}/v1/models", headers=headers).status_code == 200
+    def test_keys_with_other_letters_or_from_a_file_with_a_last_line_end(self, place):
+        """Each has an owner of its own."""
+        owners = []
+
+        class Noting(Stub):
+            def submit_all(self, requests):
+                owners.append(requests[0][0].owner)
+                raise ValueError("noted")
+
+        with running(make_app(Noting(), place.served, api_key=["clé à\n", "other"])) as url:
+            for key in ("clé à", "other", "clé à"):
+                headers = {"Authorization": f"Bearer {key}".encode()}
+                httpx.post(f"{url}/v1/completions", json={"prompt": "a"}, headers=headers)
+        assert owners[0] == owners[2]
+        assert len({*owners, ""}) == 3
 
     def test_a_body_that_is_too_large(self, place):
         got = place.post("completions", {"prompt": "a" * 30_000, **GREEDY})

@@ -77,9 +77,9 @@ class LayerSkipDecoding(Settings):
             texts). By default they are, beside any other draft; under the rejection rule, where
             texts depend on drafts, not beside a named skip config.
         remember: where earlier answers are kept, of which drafts are made, too: "memory" (as long
-            as this object), "shared" (in servers, for all owners of texts), "off", a folder, or an
-            `EarlierAnswers`. By default "memory" in a `Session`, else "off". Under the rejection
-            rule, where texts depend on drafts, nothing is remembered.
+            as this object), "shared" (in servers, for all owners of texts), "off", or a folder. By
+            default "memory" in a `Session`, else "off". Under the rejection rule, where texts
+            depend on drafts, nothing is remembered.
         remember_tokens: maximum number of remembered tokens (100,000); the oldest go first.
         tokenizer: that of the model, by which the files of such a folder are known.
         assistant: a second model that also drafts, or one opened as `Sublayers`. If its tokenizer

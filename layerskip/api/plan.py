@@ -271,15 +271,15 @@ def open_plan(
 def _decide(model: Sublayers, settings: Settings, rejection: bool) -> Plan:
     """Make the draft sources of a model, including copies of weights that they need."""
     lookup = _lookup(settings, rejection)
-    looked_up: list[Source] = [] if lookup is None else [lookup]
-    where, most = None if rejection else settings.remember, settings.remember_tokens
-    earlier = earlier_answers(where, most, settings.tokenizer, model.vocabulary)
-    looked_up += [] if earlier is None else [earlier]
+    earlier = earlier_answers(
+        settings.remember, settings.remember_tokens, settings.tokenizer, model.vocabulary
+    )
     second, assistant = _second_model(model, settings)
-    named_sources = [_source(each, model, second) for each in settings.sources]
+    named_sources = [*earlier, *(_source(each, model, second) for each in settings.sources)]
     own, heads, skips = list[Source](), list[Source](), settings.skips
     reasons, advice = dict[str, str](), None
-    if rejection and settings.remember not in (None, "off"):
+    if rejection and any(each.remembers for each in named_sources):
+        named_sources = [each for each in named_sources if not each.remembers]
         reasons["earlier answers"] = "under the rejection rule, texts depend on their drafts"
     if settings.automatic:
         chosen = automatic_draft(model, settings.draft_memory, by_memory=not rejection)
@@ -301,12 +301,13 @@ def _decide(model: Sublayers, settings: Settings, rejection: bool) -> Plan:
     explicit = {
         "skip": [*skips] or None,
         "lookup": lookup or False,
-        "remember": earlier or "off",
+        "remember": "off",  # the source is among those named
         "sources": [*named_sources, *heads],
         "assistant": assistant,
         "draft_memory": None if skips else 0,
         "execution": settings.execution,
     }
+    looked_up = [] if lookup is None else [lookup]
     sources = [*looked_up, *named_sources, *second, *heads, *own]
     timed = [source.name for source in sources if source.by_clock]
     if rejection and timed:

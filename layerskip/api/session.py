@@ -11,7 +11,8 @@ from torch import Tensor
 from layerskip.api.generation import GenerationOutput, decode, generate
 from layerskip.decoding.cached_texts import CachedTexts
 from layerskip.decoding.rounds import Round
-from layerskip.decoding.sources.earlier import earlier_answers
+from layerskip.decoding.sources.base import Source
+from layerskip.decoding.sources.earlier import EarlierAnswers, earlier_answers
 from layerskip.files.environment import free_memory
 from layerskip.model.opened_models import sublayers_of
 
@@ -53,13 +54,12 @@ class Session:
                 "and values depend on its encoder's input; use layerskip.generate"
             )
         self.model = model
-        where = settings.get("remember")
-        if where is None:
-            where = "off" if settings.get("lookup") is False else "memory"
-        self._earlier = earlier_answers(
-            where, settings.get("remember_tokens"), settings.get("tokenizer"), opened.vocabulary
-        )
-        self.settings = settings | {"remember": self._earlier or "off"}
+        where = settings.get("remember") or ("off" if settings.get("lookup") is False else "memory")
+        most, tokenizer = settings.get("remember_tokens"), settings.get("tokenizer")
+        earlier = earlier_answers(where, most, tokenizer, opened.vocabulary)
+        given = settings.get("sources", ())
+        sources = [*earlier, *([given] if isinstance(given, Source | str) else given)]
+        self.settings = settings | {"remember": "off", "sources": sources}
         self._cached = CachedTexts(share(opened.device) if memory is None else memory)
 
     def generate(
@@ -93,8 +93,9 @@ class Session:
 
     def forget(self) -> None:
         """Forget earlier answers, also those in a folder."""
-        if self._earlier is not None:
-            self._earlier.clear()
+        for source in self.settings["sources"]:
+            if isinstance(source, EarlierAnswers):
+                source.clear()
 
     def __repr__(self) -> str:
         return f"Session({self.num_texts} texts, {self.nbytes} of {self.memory} bytes)"

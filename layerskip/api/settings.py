@@ -16,7 +16,6 @@ from layerskip.costs.speculation import CostTable
 from layerskip.decoding.cached_texts import CachedTexts
 from layerskip.decoding.controller import Controller, completed
 from layerskip.decoding.sources.base import Source
-from layerskip.decoding.sources.earlier import EarlierAnswers
 from layerskip.decoding.sources.lookup import Lookup
 from layerskip.files import schema
 
@@ -43,7 +42,7 @@ class Settings:
     branches: bool
     enabled: bool
     lookup: bool | Lookup | None
-    remember: str | EarlierAnswers | None
+    remember: str | None
     remember_tokens: int | None
     draft_vocabulary: Sequence[int] | None
 
@@ -52,7 +51,6 @@ class Settings:
         skip: Skips | Sequence[Skips] | None = None,
         *,
         lookup: bool | Lookup | None = None,
-        remember: str | os.PathLike[str] | EarlierAnswers | None = None,
         tokenizer: Any = None,
         assistant: Any = None,
         sources: Sequence[Source | str] = (),
@@ -87,9 +85,6 @@ class Settings:
         stored = (self.skips and self.skips[0].decoding) or DecodingOptions()
         options |= {"controller": controller if isinstance(controller, str) else None}
         options |= {"lookup": None if isinstance(lookup, Lookup) else lookup}
-        if isinstance(remember, os.PathLike):
-            remember = os.fspath(remember)
-        options |= {"remember": None if isinstance(remember, EarlierAnswers) else remember}
         asked = DecodingOptions(**options)  # validates
         if stored.remember not in (None, "off", "memory"):
             raise ValueError(
@@ -110,8 +105,6 @@ class Settings:
         self.enabled = self.enabled is not False
         if isinstance(lookup, Lookup):
             self.lookup = lookup
-        if isinstance(remember, EarlierAnswers):
-            self.remember = remember
         self.tokenizer = tokenizer
         self.automatic = not self.skips
         self.assistant = assistant

@@ -129,10 +129,10 @@ def serve(
                 max_tokens=served.context,
                 **opened.settings,
             )
-            remembered = opened.settings.get("remember")
-            if isinstance(remembered, EarlierAnswers):
-                for key in keys:  # so that damaged files are refused now
-                    remembered.of(owner_of(key))
+            for source in opened.plan.sources:
+                if isinstance(source, EarlierAnswers):  # damaged files are refused now
+                    for key in keys:
+                        source.of(owner_of(key))
             app = make_app(
                 serving,
                 served,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections.abc import Sequence
 
 _BIN_EDGES = (0.1, 0.25, 0.4, 0.55, 0.7, 0.8, 0.9, 0.96)
 _BIN_CENTRES = (0.05, 0.18, 0.33, 0.48, 0.63, 0.75, 0.85, 0.93, 0.98)
@@ -97,11 +98,15 @@ class CopyAcceptance:
 
     They depend on the number of tokens that the history and the looked-up text have in common
     before a token: the match plus the draft so far. Old counts decay, as copying habits change.
+
+    Args:
+        prior: by the bin of that number, which begin at 0, 2, 3, 4, 7, 10, 15 and 25.
     """
 
-    def __init__(self) -> None:
-        self._won = [_COPY_WEIGHT * prior for prior in _COPY_PRIOR]
-        self._seen = [_COPY_WEIGHT for _ in _COPY_PRIOR]
+    def __init__(self, prior: Sequence[float] = _COPY_PRIOR) -> None:
+        self._prior = prior
+        self._won = [_COPY_WEIGHT * each for each in prior]
+        self._seen = [_COPY_WEIGHT for _ in prior]
 
     def acceptance(self, common: int) -> float:
         """The acceptance of a token after `common` common ones, given that those are accepted."""
@@ -111,5 +116,5 @@ class CopyAcceptance:
     def observe(self, common: int, accepted: bool) -> None:
         number = bisect_right(_COPY_EDGES, common)
         rest = _COPY_WEIGHT * (1.0 - _COPY_DECAY)  # keeps the weight of the prior constant
-        self._won[number] = _COPY_DECAY * self._won[number] + rest * _COPY_PRIOR[number] + accepted
+        self._won[number] = _COPY_DECAY * self._won[number] + rest * self._prior[number] + accepted
         self._seen[number] = _COPY_DECAY * self._seen[number] + rest + 1.0

@@ -15,7 +15,7 @@ import torch
 from layerskip.api.arguments import check_tokens
 from layerskip.api.session import share
 from layerskip.decoding.cached_texts import CachedTexts
-from layerskip.decoding.sources.lookup import Lookup
+from layerskip.decoding.sources.lookup import Automaton
 from layerskip.model.opened_models import sublayers_of
 from layerskip.serving.batch import ServingBatch
 from layerskip.serving.requests import Piece, Refusal, TextRequest
@@ -130,7 +130,7 @@ class Serving:
             Refusal: the queue would exceed its maximum, or decoding has ended with an error.
             ValueError: one of the texts can never be decoded here.
         """
-        batch, texts, indexes = self._batch, list[Text](), dict[int, Lookup]()
+        batch, texts, indexes = self._batch, list[Text](), dict[int, Automaton]()
         given = [tokens for task, _ in requests for tokens in (task.prompt, task.predicted)]
         for tokens in {id(each): each for each in given}.values():  # many texts may share a list
             check_tokens(batch.model.model, torch.tensor([*tokens], dtype=torch.long))

@@ -22,7 +22,7 @@ from layerskip.decoding.noise import stream_key
 from layerskip.decoding.seats import Seat
 from layerskip.decoding.sources.base import Batch, Proposal, RowsState, Source, State
 from layerskip.decoding.sources.forced import ForcedRow
-from layerskip.decoding.sources.lookup import NOTHING, Lookup, LookupRow
+from layerskip.decoding.sources.lookup import NOTHING, Automaton, Cursor
 from layerskip.serving.requests import Counts, Piece, TextRequest
 from layerskip.texts.grammars import GrammarLimit
 
@@ -72,7 +72,7 @@ class Text(Seat):
         self.request, self.slots, self.tell = request, prompt + limit + longest + 1, tell
         self.submitted, self.cancelled = time.perf_counter(), False
         self.counts = Counts()
-        self.index: Lookup | None = None
+        self.index: Automaton | None = None
         self.row = -1
         self.piece = Piece()
 
@@ -154,25 +154,27 @@ class Text(Seat):
         stateful = self.law.stateful
         return ForcedRow(stateful, self.vocabulary) if stateful else None
 
-    def predicted(self) -> LookupRow | None:
+    def predicted(self) -> Cursor | None:
         """Drafts from the request's prediction, or None."""
         if self.index is None:
             return None
-        row = LookupRow(self.index, own=False)
-        row.extend([_BEGIN] * _BELIEVED)
-        return row
+        cursor = Cursor(self.index)
+        cursor.extend([_BEGIN] * _BELIEVED)
+        return cursor
 
 
-def index_of(predicted: Sequence[int]) -> Lookup:
+def index_of(predicted: Sequence[int]) -> Automaton:
     """Index a prediction for any number of texts."""
-    return Lookup([[_BEGIN] * _BELIEVED + list(predicted)])
+    index = Automaton()
+    index.add([_BEGIN] * _BELIEVED + list(predicted))
+    return index
 
 
 class OfTexts(Source):
     """Drafts that texts bring with them; an error in one ends only that text."""
 
     def __init__(
-        self, key: str, texts: Sequence[Any], begin: Callable[[Text], ForcedRow | LookupRow | None]
+        self, key: str, texts: Sequence[Any], begin: Callable[[Text], ForcedRow | Cursor | None]
     ) -> None:
         self._key, self.texts, self.begin = key, texts, begin
 
@@ -187,7 +189,7 @@ class OfTexts(Source):
 class _Drafts:
     """What one text brings; nothing while its seat is empty."""
 
-    def __init__(self, text: Any, begin: Callable[[Text], ForcedRow | LookupRow | None]) -> None:
+    def __init__(self, text: Any, begin: Callable[[Text], ForcedRow | Cursor | None]) -> None:
         self.text, self.drafts = text, None
         if isinstance(text, Text):
             with text.alone():

@@ -151,6 +151,8 @@ class Source(ABC):
         per_step: number of tokens that the first of as many steps drafts; the others cost nothing.
         keeps_texts: whether what it learns from a text affects drafts for texts of other owners
             (`Seat.owner`). Servers accept it only where owners share what they remember.
+        remembers: whether its drafts depend on earlier texts of the same owner. It is left out
+            under rules by which texts depend on drafts.
         by_clock: whether its drafts depend on how long things take.
     """
 
@@ -161,6 +163,7 @@ class Source(ABC):
     prefix: int = 0
     per_step: int = 1
     keeps_texts = False
+    remembers = False
     by_clock = False
 
     @property

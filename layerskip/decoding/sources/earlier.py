@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from dataclasses import replace
 from itertools import accumulate
 from operator import mul
 from pathlib import Path
@@ -24,9 +25,11 @@ from layerskip.texts.vocabulary import hash_of
 
 MOST = 100_000
 """Maximum number of remembered tokens by default; each takes about half a kilobyte."""
+_BYTES = 450  # approximate bytes per indexed token
+# By the length of a match, as `CopyAcceptance` takes them: that of matches with unlike texts.
+_PRIOR = (0.05, 0.06, 0.1, 0.2, 0.4, 0.6, 0.8, 0.95)
 _CONTEXT = 32  # tokens before an answer that are indexed with it; longer matches tell no more
 _LEAST = 0.2  # minimum chance of the first token of a draft
-_BYTES = 450  # approximate bytes per indexed token
 
 
 class AnswerIndex:
@@ -35,7 +38,7 @@ class AnswerIndex:
     They stand in two automata. When the newer one has half of the tokens, the older one is dropped.
 
     Args:
-        most: maximum number of tokens.
+        most: maximum number of tokens, with a mark after each answer.
         file: a file where they are kept, too.
 
     Attributes:
@@ -45,22 +48,19 @@ class AnswerIndex:
     """
 
     def __init__(self, most: int, file: AnswerFile | None = None) -> None:
-        self.most, self.lock, self._file = most, threading.Lock(), file
-        self.acceptance = CopyAcceptance()
-        self.halves = Automaton(), Automaton()
+        self._half, self._file, self.lock = most // 2, file, threading.Lock()
+        self.halves, self.acceptance = (Automaton(), Automaton()), CopyAcceptance(_PRIOR)
         for tokens in file.read() if file is not None else ():
             self._index(tokens)
 
     def __len__(self) -> int:
-        """The number of tokens, with a mark after each answer."""
         return sum(len(half.tokens) for half in self.halves)
 
     def add(self, tokens: list[int]) -> None:
-        """Index an answer, unless it occurs in newer ones."""
+        """Remember an answer, or the end of one that is too long."""
+        tokens = tokens[1 - self._half :]
         with self.lock:
-            if self.halves[0].holds(tokens):
-                return
-            tokens = self._index(tokens)
+            self._index(tokens)
         if self._file is not None:
             try:
                 self._file.add(tokens)
@@ -68,46 +68,36 @@ class AnswerIndex:
                 warnings.warn(f"answers are no longer kept on disk: {error}", stacklevel=2)
                 self._file = None
 
-    def _index(self, tokens: list[int]) -> list[int]:
-        """Index an answer, or the end of one that is too long; returns what was indexed."""
-        half = self.most // 2
-        tokens = tokens[1 - half :]
-        if len(self.halves[0].tokens) + len(tokens) >= half:
+    def _index(self, tokens: list[int]) -> None:
+        if len(self.halves[0].tokens) + len(tokens) >= self._half:
             self.halves = Automaton(), self.halves[0]
-        self.halves[0].add(tokens)
-        return tokens
+        self.halves[0].add(tokens[1 - self._half :])
 
     def clear(self) -> None:
-        """Forget all answers, also those in the file."""
         with self.lock:
-            self.halves, self.acceptance = (Automaton(), Automaton()), CopyAcceptance()
+            self.halves, self.acceptance = (Automaton(), Automaton()), CopyAcceptance(_PRIOR)
         if self._file is not None:
             self._file.clear()
 
 
 class EarlierAnswers(Source):
-    """Drafts from earlier answers, which it remembers.
-
-    One object may serve any number of calls, of threads too.
+    """Drafts from earlier answers, which it remembers for any number of calls and threads.
 
     Args:
         most: maximum number of tokens to remember for each owner; the oldest answers go first.
         shared: whether owners draft from each other's answers.
-        file_of: makes the file of an owner, if answers are kept.
+        file: where answers are kept, those of a named owner in a folder beside it.
     """
 
     key = name = "earlier"
     words = "looked up in earlier answers"
+    remembers = True
 
     def __init__(
-        self,
-        most: int = MOST,
-        *,
-        shared: bool = False,
-        file_of: Callable[[str], AnswerFile] | None = None,
+        self, most: int = MOST, *, shared: bool = False, file: AnswerFile | None = None
     ) -> None:
-        self.most, self.shared, self._file_of = most, shared, file_of
-        self._lock, self._indexes = threading.Lock(), dict[str, AnswerIndex]()
+        self.most, self.shared, self._file = most, shared, file
+        self._lock, self.indexes = threading.Lock(), dict[str, AnswerIndex]()
 
     def of(self, owner: str = "") -> AnswerIndex:
         """The index of an owner.
@@ -115,22 +105,18 @@ class EarlierAnswers(Source):
         Raises:
             ValueError: its file is damaged, or belongs to another tokenizer.
         """
-        owner = "" if self.shared else owner
+        owner, file = "" if self.shared else owner, self._file
         with self._lock:
-            if owner not in self._indexes:
-                file = None if self._file_of is None else self._file_of(owner)
-                self._indexes[owner] = AnswerIndex(self.most, file)
-            return self._indexes[owner]
+            if owner not in self.indexes:
+                if file is not None:
+                    file = replace(file, folder=file.folder / owner)
+                self.indexes[owner] = AnswerIndex(self.most, file)
+            return self.indexes[owner]
 
     def clear(self) -> None:
         """Forget all answers, also those in files."""
-        for index in self._indexes.values():
+        for index in self.indexes.values():
             index.clear()
-
-    @property
-    def nbytes(self) -> int:
-        """The approximate size of the indexes in bytes."""
-        return _BYTES * sum(map(len, self._indexes.values()))
 
     def open(self, batch: Batch) -> State:
         return _EarlierState(batch, self)
@@ -140,38 +126,31 @@ class EarlierAnswers(Source):
 
 
 def earlier_answers(
-    where: str | EarlierAnswers | None, most: int | None, tokenizer: Any, vocabulary: int
-) -> EarlierAnswers | None:
-    """The source that the options `remember` and `remember_tokens` ask for; None: none.
+    where: str | None, most: int | None, tokenizer: Any, vocabulary: int
+) -> list[EarlierAnswers]:
+    """The source that the options `remember` and `remember_tokens` ask for, if they do.
 
     Args:
         tokenizer: needed for a folder, whose token ids must be of the same vocabulary.
         vocabulary: the model's number of tokens.
 
     Raises:
-        ValueError: a file in the folder is damaged or belongs to another tokenizer; or a folder is
-            given without a tokenizer.
+        ValueError: a folder's file is damaged or belongs to another tokenizer, or there is none.
     """
-    if isinstance(where, EarlierAnswers):
-        return where
     if where in (None, "off"):
-        return None
-    most = MOST if most is None else most
+        return []
+    most = most or MOST
     if where in ("memory", "shared"):
-        return EarlierAnswers(most, shared=where == "shared")
+        return [EarlierAnswers(most, shared=where == "shared")]
     if tokenizer is None:
         raise ValueError(
             f"remember={where!r} keeps token ids in a folder, which needs the tokenizer; pass "
             "tokenizer=, or remember='memory'"
         )
-    folder, mark = Path(str(where)), hash_of(tokenizer)
-
-    def file_of(owner: str) -> AnswerFile:
-        return AnswerFile(folder / owner if owner else folder, mark, vocabulary, most)
-
-    source = EarlierAnswers(most, file_of=file_of)
+    file = AnswerFile(Path(where), hash_of(tokenizer), vocabulary, most)
+    source = EarlierAnswers(most, file=file)
     source.of()  # a damaged file is refused now
-    return source
+    return [source]
 
 
 class _EarlierState(RowsState):
@@ -192,7 +171,7 @@ class _EarlierState(RowsState):
 
     @property
     def nbytes(self) -> int:
-        return self._source.nbytes
+        return _BYTES * sum(map(len, self._source.indexes.values()))
 
 
 class _EarlierRow:
@@ -201,18 +180,16 @@ class _EarlierRow:
     def __init__(self, index: AnswerIndex, before: list[int]) -> None:
         self._index, self._tokens, self._first = index, before, len(before)
         self._halves: tuple[Automaton, ...] = ()
-        self._cursors: list[Cursor] = []
         self._found = NOTHING
         self.extend(())
 
     def extend(self, tokens: Iterable[int]) -> None:
-        tokens, found = [*tokens], self._found
+        tokens, found, self._found = [*tokens], self._found, NOTHING
         for place, (drafted, token) in enumerate(zip(found.tokens or (), tokens, strict=False)):
             self._index.acceptance.observe((found.match or 0) + place, drafted == token)
             if drafted != token:
                 break
         self._tokens += tokens
-        self._found = NOTHING
         with self._index.lock:
             if self._halves is not self._index.halves:  # newer answers have taken their place
                 self._halves = self._index.halves
@@ -232,6 +209,7 @@ class _EarlierRow:
         return self._found._replace(chances=[*accumulate(rates, mul)])
 
     def end(self) -> None:
-        """Remember the answer."""
-        if len(self._tokens) > self._first:
+        """Remember the answer, unless newer ones hold all of it."""
+        size = len(self._tokens)
+        if size > self._first and size > self._cursors[0].match:
             self._index.add(self._tokens)

@@ -75,15 +75,6 @@ class Automaton:
             self.append(token, last=number == len(text))
         self.append(_END)
 
-    def holds(self, text: Sequence[int]) -> bool:
-        """Whether these tokens occur in it."""
-        state = 0
-        for token in text:
-            state = self.following[state].get(token, -1)
-            if state < 0:
-                return False
-        return True
-
 
 NOTHING = Proposal.of([], match=0)
 
@@ -92,11 +83,14 @@ class Cursor:
     """The longest suffix of a text that occurs in an automaton; both may grow meanwhile.
 
     It does not see that a longer one occurs in what the automaton is given later.
+
+    Attributes:
+        match: its number of tokens.
     """
 
     def __init__(self, others: Automaton) -> None:
         self._others = others
-        self._state = self._match = 0
+        self._state = self.match = 0
 
     def extend(self, tokens: Iterable[int]) -> None:
         others = self._others
@@ -104,15 +98,15 @@ class Cursor:
             self._settle()
             while self._state > 0 and token not in others.following[self._state]:
                 self._state = others.link[self._state]
-                self._match = others.length[self._state]
+                self.match = others.length[self._state]
             if token in others.following[self._state]:
                 self._state = others.following[self._state][token]
-                self._match += 1
+                self.match += 1
 
     def find(self, longest: int) -> Proposal:
         """What followed the suffix there, or a shorter one that something follows."""
         self._settle()
-        others, state, match = self._others, self._state, self._match
+        others, state, match = self._others, self._state, self.match
         while others.end[state] < 0 < state:  # nothing follows this match
             state = others.link[state]
             match = others.length[state]
@@ -127,7 +121,7 @@ class Cursor:
     def _settle(self) -> None:
         """Move on to the state that the suffix has got for itself since, if any."""
         others = self._others
-        while self._state > 0 and self._match <= others.length[others.link[self._state]]:
+        while self._state > 0 and self.match <= others.length[others.link[self._state]]:
             self._state = others.link[self._state]
 
 
@@ -205,13 +199,12 @@ class _EchoState(State):
 class LookupRow:
     """A row's history, and the match of its end in the other texts."""
 
-    def __init__(self, lookup: Lookup, *, own: bool = True) -> None:
-        self._looks_at_own, self._history = own, Automaton()
-        self._others = Cursor(lookup.others)
+    def __init__(self, lookup: Lookup) -> None:
+        self._history, self._others = Automaton(), Cursor(lookup.others)
 
     def extend(self, tokens: Iterable[int]) -> None:
         tokens = [*tokens]
-        for token in tokens if self._looks_at_own else ():
+        for token in tokens:
             self._history.append(token)
         self._others.extend(tokens)
 
