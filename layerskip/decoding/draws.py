@@ -353,8 +353,9 @@ class Draws:
             some = [token for token, parent in zip(drafted, parents, strict=True) if parent == node]
             token, rest = -1, p[i]
             if some:
-                streams = [streams([place], number) for number in range(len(some))]
-                keys, at_each = ([each for (each,) in part] for part in zip(*streams, strict=True))
+                each_stream = [streams([place], number) for number in range(len(some))]
+                parts = zip(*each_stream, strict=True)
+                keys, at_each = ([each for (each,) in part] for part in parts)
                 uniforms = noise.accept_uniform(keys, at_each, p.device)  # (K,)
                 if row in drafts.step_free:  # certain of its token
                     q = torch.zeros_like(rest).index_fill_(0, on_device(some, p.device), 1.0)
