@@ -142,8 +142,8 @@ class Runner:
         """Feed the tokens from the first unfed one on; returns the likeliest one after them."""
         model = self.model
         row.cache.place([first], len(tokens) - first)
-        fed = torch.tensor([tokens[first:]], device=model.device)  # (1, T)
-        hidden, step = model.feed(fed, row.cache, row.rotary)
+        fed = torch.tensor([tokens[first:]]).clamp(max=model.vocabulary - 1)  # (1, T)
+        hidden, step = model.feed(fed.to(model.device), row.cache, row.rotary)
         hidden = model.run(hidden, step, range(model.num_sublayers))[:, -1:]  # (1, 1, H)
         row.cache.prefilled = True
         return int(model.logits(hidden, step).argmax())
