@@ -4,12 +4,14 @@ Trained weights are untrained, but near enough to the model's to be right now an
 """
 
 import functools
+import json
 from dataclasses import replace
 
 import torch
 from letters import shuffled
 from models import FEW, Erratic, Fickle, Growing, lively_model, near, ragged
 from official import KNOWN, TARGETS, assistant_of, target_of
+from safetensors.torch import save_file
 
 from layerskip import LayerSkipDecoding, LogitLookup, LowPrecision, SkipConfig
 from layerskip.api.generation import generate
@@ -90,6 +92,26 @@ def block_of(kind, model, size=0.2):
     if kind == "streams":
         block.ahead.weight.data.normal_(std=size, generator=generator)
     return block
+
+
+def medusa_folder(folder, model, heads=3, layers=1, *, suffix=".safetensors", scale=0.3):
+    """A folder as Medusa's authors publish, with random heads near the model's own."""
+    torch_seed = torch.Generator().manual_seed(0)
+    own = model.get_output_embeddings().weight.detach()
+    width = own.shape[1]
+    weights = {}
+    for k in range(heads):
+        for n in range(layers):
+            noise = torch.randn(width, width, generator=torch_seed, dtype=own.dtype)
+            weights[f"{k}.{n}.linear.weight"] = scale * noise
+            weights[f"{k}.{n}.linear.bias"] = torch.zeros(width, dtype=own.dtype)
+        weights[f"{k}.{layers}.weight"] = own.clone()
+    about = {"medusa_num_heads": heads, "medusa_num_layers": layers, "base_model_name_or_path": "x"}
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(about))
+    file = folder / f"medusa_lm_head{suffix}"
+    save_file(weights, file) if suffix == ".safetensors" else torch.save(weights, file)
+    return weights
 
 
 def weights_of(kind, model, folder):

@@ -11,9 +11,9 @@ from dataclasses import replace
 import pytest
 import sampling
 import torch
+from kinds import medusa_folder
 from models import lively_model, ragged, tiny_model
 from run_files import drafting, header, record, rounds, write
-from safetensors.torch import save_file
 from transformers import PretrainedConfig
 
 import layerskip
@@ -29,25 +29,6 @@ from layerskip.serving.scheduler import Serving
 
 COSTS = CostTable(0.0, (1.0, 1.1))
 HOW = {"lookup": False, "draft_memory": 0, "costs": COSTS, "max_new_tokens": 40}
-
-
-def medusa_folder(folder, model, heads=3, layers=1, *, suffix=".safetensors", scale=0.3):
-    """A folder as Medusa's authors publish, with random heads near the model's own."""
-    config, torch_seed = model.config, torch.Generator().manual_seed(0)
-    width, own = config.hidden_size, model.get_output_embeddings().weight.detach()
-    weights = {}
-    for k in range(heads):
-        for n in range(layers):
-            noise = torch.randn(width, width, generator=torch_seed, dtype=own.dtype)
-            weights[f"{k}.{n}.linear.weight"] = scale * noise
-            weights[f"{k}.{n}.linear.bias"] = torch.zeros(width, dtype=own.dtype)
-        weights[f"{k}.{layers}.weight"] = own.clone()
-    about = {"medusa_num_heads": heads, "medusa_num_layers": layers, "base_model_name_or_path": "x"}
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(about))
-    file = folder / f"medusa_lm_head{suffix}"
-    save_file(weights, file) if suffix == ".safetensors" else torch.save(weights, file)
-    return weights
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
