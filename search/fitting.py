@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from layerskip.families.plain import head_refusal
-from layerskip.model.sublayers import Sublayers
+from layerskip.model.opened_model import OpenedModel
 from layerskip.model.whole import Whole
 from layerskip.search.space import KINDS, Space
 
@@ -46,7 +46,7 @@ def parts_of(space: str) -> tuple[str, frozenset[str]]:
 
 
 def space_for(
-    opened: Sublayers,
+    opened: OpenedModel,
     space: str = "sublayer",
     *,
     bits: Bits = "auto",
@@ -84,13 +84,13 @@ def typical_context(prompts: Sequence[Tensor], max_new_tokens: int) -> int:
     return round(fmean(prompt.numel() for prompt in prompts) + max_new_tokens / 2) if prompts else 0
 
 
-def windows_for(opened: Sublayers, context: int) -> tuple[int, ...]:
+def windows_for(opened: OpenedModel, context: int) -> tuple[int, ...]:
     """Those of WINDOWS that skip at least half of a typical text's keys in some layer."""
     widest = max(context if window is None else window for window in opened.windows)
     return tuple(window for window in WINDOWS if 2 * window <= min(widest, context))
 
 
-def _fewer_experts(opened: Sublayers) -> tuple[int, ...]:
+def _fewer_experts(opened: OpenedModel) -> tuple[int, ...]:
     """Numbers of experts to try in drafts: half, one, and none if possible."""
     if not opened.mixtures:
         return ()
@@ -100,10 +100,10 @@ def _fewer_experts(opened: Sublayers) -> tuple[int, ...]:
 
 
 @torch.no_grad()
-def influence(opened: Sublayers, texts: Sequence[Any], positions: int = POSITIONS) -> list[float]:
+def influence(opened: OpenedModel, texts: Sequence[Any], positions: int = POSITIONS) -> list[float]:
     """For each sublayer, 1 - the cosine similarity of the hidden states before and after it.
 
-    Takes one pass over the ends of texts. Sublayers with the least influence are the likeliest to
+    Takes one pass over the ends of texts. OpenedModel with the least influence are the likeliest to
     be dispensable (CLaSp, Chen et al. 2025, arXiv 2505.24196, chooses layers by it).
 
     Args:

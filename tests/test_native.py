@@ -39,7 +39,8 @@ from layerskip.backends.native_passes import Native
 from layerskip.decoding.laws import Warp
 from layerskip.decoding.noise import gumbel_noise, starts_of, stream_key
 from layerskip.decoding.rules import largest, margins_of, runners_up, with_margin
-from layerskip.model.sublayers import Pass, Sublayers
+from layerskip.model.opened_model import Pass
+from layerskip.model.sublayers import Sublayers
 from layerskip.native import extension
 from layerskip.replay.chain_cache import ChainCache
 from layerskip.weights.draft_head import TrimmedHead

@@ -17,8 +17,9 @@ from layerskip.costs.speculation import CostTable
 from layerskip.families.family import Family
 from layerskip.families.known import FAMILIES
 from layerskip.families.wrappers import UnsupportedModelError
+from layerskip.model.opened_model import Pass
 from layerskip.model.opened_models import open_model
-from layerskip.model.sublayers import Pass, Sublayers
+from layerskip.model.sublayers import Sublayers
 from layerskip.native import extension
 from layerskip.weights.draft_head import TrimmedHead
 

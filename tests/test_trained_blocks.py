@@ -24,7 +24,8 @@ from layerskip.decoding.seats import Seat
 from layerskip.decoding.sources import assistant as assistants
 from layerskip.decoding.sources.assistant import Assistant
 from layerskip.model.draft_modules import Heads
-from layerskip.model.sublayers import Pass, Sublayers
+from layerskip.model.opened_model import Pass
+from layerskip.model.sublayers import Sublayers
 from layerskip.model.trained_weights import TOKENS, save_trained
 from layerskip.research import block_states as states
 from layerskip.timing.cost_tables import cost_tables

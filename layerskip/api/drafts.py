@@ -20,8 +20,9 @@ from layerskip.decoding.sources.base import Source
 from layerskip.decoding.sources.mtp import CheckpointHead
 from layerskip.files.environment import free_memory
 from layerskip.model import mtp_head
+from layerskip.model.opened_model import OpenedModel
 from layerskip.model.opened_models import kept_for
-from layerskip.model.sublayers import ASKED, Sublayers
+from layerskip.model.sublayers import ASKED
 from layerskip.model.whole import Whole
 from layerskip.weights.stored import stored_weights
 
@@ -36,7 +37,7 @@ SHARE = 0.5
 
 
 def exits_hint(
-    model: Sublayers, name: str, skips: Sequence[SkipConfig], *, likely: bool = False
+    model: OpenedModel, name: str, skips: Sequence[SkipConfig], *, likely: bool = False
 ) -> str | None:
     """Return what to type to find the best exit, if that is likely to help.
 
@@ -93,7 +94,7 @@ class AutomaticDraft(NamedTuple):
 
 
 def automatic_draft(
-    model: Sublayers, memory: int | None = None, *, by_memory: bool = True
+    model: OpenedModel, memory: int | None = None, *, by_memory: bool = True
 ) -> AutomaticDraft:
     """Decide what a model drafts with by itself, once for how its passes run.
 
@@ -115,14 +116,14 @@ def automatic_draft(
     return kept[key]  # type: ignore[no-any-return]
 
 
-def heads_of(model: Sublayers, draft: AutomaticDraft) -> list[Source]:
+def heads_of(model: OpenedModel, draft: AutomaticDraft) -> list[Source]:
     """The source for the checkpoint's own head, if there is one that drafts."""
     if isinstance(model, Whole) and draft.head is not None:
         return [CheckpointHead(model, draft.head)]
     return []
 
 
-def _head(model: Sublayers, memory: int | None, by_memory: bool) -> mtp_head.Head | str | None:
+def _head(model: OpenedModel, memory: int | None, by_memory: bool) -> mtp_head.Head | str | None:
     """The checkpoint's own head, or why it cannot draft; None: there is none, or no memory."""
     if not isinstance(model, Whole) or model.encoder or memory == 0:
         return None
@@ -143,7 +144,7 @@ def _too_large(nbytes: int, memory: int | None, by_memory: bool) -> str | None:
     return f"copies of its weights would take {in_words(nbytes)}, {whose} is {in_words(limit)}"
 
 
-def _rounded(model: Sublayers, memory: int | None, by_memory: bool) -> AutomaticDraft:
+def _rounded(model: OpenedModel, memory: int | None, by_memory: bool) -> AutomaticDraft:
     sees = any(part.narrows(WINDOW) for part in model.parts)
     window = WINDOW if sees and model.max_positions > WINDOW + SINK else None
     skip = replace(SkipConfig.low_precision(8), window=window)
@@ -160,7 +161,7 @@ def _rounded(model: Sublayers, memory: int | None, by_memory: bool) -> Automatic
     return AutomaticDraft(skip if reason is None else None, reason)
 
 
-def _loaded_without(model: Sublayers) -> str | None:
+def _loaded_without(model: OpenedModel) -> str | None:
     """Return why a model has no native passes and the remedy, if the way it was loaded is why."""
     if model.device.type != "cpu" or model.reason == ASKED:
         return None

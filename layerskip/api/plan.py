@@ -40,8 +40,8 @@ from layerskip.decoding.sources.base import Source
 from layerskip.decoding.sources.earlier import earlier_answers
 from layerskip.decoding.sources.forced import Forced
 from layerskip.decoding.sources.lookup import Lookup
+from layerskip.model.opened_model import OpenedModel
 from layerskip.model.opened_models import kept_for, sublayers_of
-from layerskip.model.sublayers import Sublayers
 from layerskip.texts.vocabulary import warn_of_vocabularies
 from layerskip.timing.cost_tables import by_bytes, cost_tables, stored
 from layerskip.weights.stored import storage_words
@@ -63,7 +63,7 @@ class Plan:
             if it has other drafts than lookups.
     """
 
-    model: Sublayers
+    model: OpenedModel
     settings: Settings
     sources: Sequence[Source] = ()
     skips: Sequence[SkipConfig] = ()
@@ -268,7 +268,7 @@ def open_plan(
     return replace(kept, model=kept.model.strong(), settings=settings)
 
 
-def _decide(model: Sublayers, settings: Settings, rejection: bool) -> Plan:
+def _decide(model: OpenedModel, settings: Settings, rejection: bool) -> Plan:
     """Make the draft sources of a model, including copies of weights that they need."""
     lookup = _lookup(settings, rejection)
     earlier = earlier_answers(
@@ -330,7 +330,7 @@ def _lookup(settings: Settings, rejection: bool) -> Lookup | None:
     return Lookup() if asked is True else asked or None
 
 
-def _source(given: Source | str, model: Sublayers, second: list[Source]) -> Source:
+def _source(given: Source | str, model: OpenedModel, second: list[Source]) -> Source:
     """Return a source, made for the opened model if it is given by its name.
 
     It may take over the second model, which then drafts in no other way.
@@ -347,7 +347,7 @@ def _source(given: Source | str, model: Sublayers, second: list[Source]) -> Sour
     return made
 
 
-def _without_origin(model: Sublayers, skip: SkipConfig) -> SkipConfig:
+def _without_origin(model: OpenedModel, skip: SkipConfig) -> SkipConfig:
     """Return a skip config that fits the model, without where it was searched.
 
     Warns if that was another model; what is returned does not warn again.
@@ -368,7 +368,7 @@ def _without_origin(model: Sublayers, skip: SkipConfig) -> SkipConfig:
     return replace(skip, model=None, model_hash=None)
 
 
-def _second_model(target: Sublayers, settings: Settings) -> tuple[list[Source], Any]:
+def _second_model(target: OpenedModel, settings: Settings) -> tuple[list[Source], Any]:
     """Return the second model as a source, limited to the draft vocabulary, and the model.
 
     One given by its folder is loaded once for a target, and kept with it.

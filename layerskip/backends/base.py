@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from layerskip.families.architecture import Architecture, device_of
+from layerskip.families.architecture import Architecture, ModelFacts, device_of
 from layerskip.families.family import LayerParts, part_named
 from layerskip.weights.draft_head import TrimmedHead
 from layerskip.weights.products import Function, Linear, plain
@@ -35,7 +35,7 @@ class Rotary(Protocol):
 
 
 Step = Any
-"""A `sublayers.Pass`, with the cache and the rotary tables that a backend needs."""
+"""An `opened_model.Pass`, with the cache and the rotary tables that a backend needs."""
 
 Block = Callable[[Tensor, Any], Tensor]
 """A sublayer or head: maps hidden states (B, T, H) and the `Step` to hidden states or logits."""
@@ -150,7 +150,7 @@ class Backend(ABC):
         return slots
 
     def disturbed(self) -> AbstractContextManager[None]:
-        return nullcontext()  # see `Sublayers.disturbed`
+        return nullcontext()  # see `OpenedModel.disturbed`
 
     def run(self, hidden: Tensor, step: Step, blocks: Sequence[Block]) -> Tensor:
         """Pass hidden states (B, T, H) through blocks, in order."""
@@ -300,7 +300,7 @@ def residual_add(part: LayerParts, after: Function | None) -> Callable[[Tensor, 
     return torch.add if after is None else lambda hidden, out: hidden + after(out)
 
 
-def logit_transform(model: Architecture) -> Callable[[Tensor], Tensor] | None:
+def logit_transform(model: ModelFacts) -> Callable[[Tensor], Tensor] | None:
     """The function between an unembedding and the logits, or None."""
     cap, divisor, factor = model.softcap, model.logits_divisor, model.logits_factor
     if cap is None and divisor == factor == 1:

@@ -15,7 +15,7 @@ import torch
 from layerskip.bench.batches import PromptBatch
 from layerskip.bench.methods import Decoded, Engine, Method
 from layerskip.costs.speculation import keys_read
-from layerskip.model.sublayers import Sublayers
+from layerskip.model.opened_model import OpenedModel
 
 STEPWISE = ("plain", "generate", "llama.cpp")  # methods with one token per row and pass
 SIZE = 256 << 20  # bytes per sweep: more than caches hold, but quick to read in a benchmark
@@ -41,7 +41,7 @@ class Sweeps:
 
 
 def bytes_read(
-    opened: Sublayers, method: Method, batch: PromptBatch, decoded: Decoded
+    opened: OpenedModel, method: Method, batch: PromptBatch, decoded: Decoded
 ) -> float | None:
     """Bytes that a call's passes read after the first tokens; None if unknown.
 

@@ -36,8 +36,8 @@ from layerskip.decoding.laws import Law
 from layerskip.decoding.noise import gumbel_noise, stream_key
 from layerskip.families.wrappers import unwrapped
 from layerskip.library import cache_in, cache_name
+from layerskip.model.opened_model import OpenedModel
 from layerskip.model.opened_models import sublayers_of
-from layerskip.model.sublayers import Sublayers
 from layerskip.texts.tokens import common_prefix
 
 QUANTILE = 0.999
@@ -279,7 +279,7 @@ class Judge:
         self._scored: dict[Hashable, Along] = {}  # since texts repeat
 
     @cached_property
-    def opened(self) -> Sublayers:
+    def opened(self) -> OpenedModel:
         return sublayers_of(self.model, self.task.execution)
 
     def promised(self, method: Method) -> bool:

@@ -30,7 +30,7 @@ from layerskip.decoding.passes import Passes, Position
 from layerskip.decoding.rules import rule_of
 from layerskip.decoding.seats import Seat
 from layerskip.decoding.sources.base import Source, State
-from layerskip.model.sublayers import Sublayers
+from layerskip.model.opened_model import OpenedModel
 
 DRAWS = 2048  # per position and rule
 _SUPPORT = 256  # number of most probable tokens of a recorded law that are drawn from
@@ -162,7 +162,7 @@ def chi_square(tokens: Sequence[int], law: Tensor) -> float:
 
 
 def law_tests(
-    model: Sublayers,
+    model: OpenedModel,
     texts: Sequence[tuple[Tensor, list[int]]],
     source: SkipConfig | Source,
     *,
@@ -197,7 +197,7 @@ def law_tests(
 
 
 def _record(
-    model: Sublayers, tokens: list[int], source: SkipConfig | Source
+    model: OpenedModel, tokens: list[int], source: SkipConfig | Source
 ) -> tuple[Tensor, Tensor]:
     """Raw logits of target and draft after the tokens, on the CPU, (V,) each.
 

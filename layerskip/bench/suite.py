@@ -32,8 +32,8 @@ from layerskip.decoding.sources.universal import UniversalAssistant
 from layerskip.files.environment import environment, free_memory
 from layerskip.files.records import SCHEMA, RunFile, costs_key, redacted
 from layerskip.model.assistants import is_assistant, library_can_assist
+from layerskip.model.opened_model import OpenedModel
 from layerskip.model.opened_models import sublayers_of
-from layerskip.model.sublayers import Sublayers
 from layerskip.replay.exit_sweep import exit_sweep
 from layerskip.texts.prompts import Prompt
 from layerskip.timing.cost_tables import cost_tables
@@ -50,7 +50,7 @@ PROMPT_LOOKUP_TOKENS = 10  # the value in transformers' documentation
 
 def make_header(
     loaded: Loaded,
-    opened: Sublayers,
+    opened: OpenedModel,
     task: Task,
     prompts: Sequence[Prompt],
     path: Path | None,

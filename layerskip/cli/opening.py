@@ -21,7 +21,7 @@ from layerskip.config.skips import SkipConfig
 if TYPE_CHECKING:
     from layerskip.api.loading import Loaded
     from layerskip.api.plan import Plan
-    from layerskip.model.sublayers import Sublayers
+    from layerskip.model.opened_model import OpenedModel
 
 _MEASURING = 0.5  # seconds, if no earlier command has stored the costs
 
@@ -57,7 +57,7 @@ def _unsearched() -> Iterator[None]:
 @contextmanager
 def open_passes(
     loaded: Loaded, loading: Loading, talk: Talk, threads: int | None = None
-) -> Iterator[Sublayers]:
+) -> Iterator[OpenedModel]:
     """Open the model and set its threads until the context ends; says how passes are computed.
 
     Args:
@@ -100,7 +100,7 @@ class Opened:
     formed: bool = False
 
     @property
-    def model(self) -> Sublayers:
+    def model(self) -> OpenedModel:
         return self.plan.model
 
     @property
@@ -115,7 +115,7 @@ class Opened:
         return {name: self.settings[name] for name in ("lookup", "sources", "assistant")}
 
 
-def own_drafts(sources: Sources, model: Sublayers, given: Sequence[SkipConfig]) -> dict[str, Any]:
+def own_drafts(sources: Sources, model: OpenedModel, given: Sequence[SkipConfig]) -> dict[str, Any]:
     """Return the settings of the drafts by the model itself.
 
     They are the given skip configs, or what needs no setup, each as the flags change it.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from layerskip.decoding.prefill import Filling, Part, Prefill
-from layerskip.model.sublayers import Sublayers
+from layerskip.model.opened_model import OpenedModel
 from layerskip.texts.tokens import common_prefix
 from layerskip.weights.fingerprint import checksum, fingerprint
 
@@ -84,7 +84,7 @@ class CachedTexts:
         self._first = _Segment(None, 0, ())
         self.nbytes = 0
 
-    def check(self, model: Sublayers, *, numbers: bool = False) -> object:
+    def check(self, model: OpenedModel, *, numbers: bool = False) -> object:
         """Drop everything if it belongs to another model or to other weights.
 
         Args:
@@ -264,7 +264,7 @@ class Reuse:
             self.cached.keep(self._weights, self.passes, row, length)
 
 
-def _state(model: Sublayers) -> tuple[Any, ...]:
+def _state(model: OpenedModel) -> tuple[Any, ...]:
     """The model's state on which keys and values depend besides tokens; equal if unchanged.
 
     In-place changes raise a weight's version. Changes of all numbers through `.data` alter its

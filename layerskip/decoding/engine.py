@@ -25,8 +25,8 @@ from layerskip.decoding.rules import Rule, rule_of
 from layerskip.decoding.seats import Seat, Stop
 from layerskip.decoding.sources.base import Source
 from layerskip.decoding.target import VerifyResult
+from layerskip.model.opened_model import OpenedModel
 from layerskip.model.picture_features import Pictures
-from layerskip.model.sublayers import Sublayers
 
 DraftOrSkip = SkipConfig | Source
 """A source of drafts, or a skip config, which stands for the source of its sublayers."""
@@ -85,7 +85,7 @@ class Decoder:
 
     def __init__(
         self,
-        model: Sublayers,
+        model: OpenedModel,
         drafts: DraftOrSkip | Sequence[DraftOrSkip],
         controller: Controller,
         request: Request,

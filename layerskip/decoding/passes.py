@@ -16,7 +16,7 @@ from layerskip.cache.rows import on_device
 from layerskip.decoding.places import in_inference_mode
 from layerskip.decoding.prefill import Prefill
 from layerskip.decoding.sources.base import State
-from layerskip.model.sublayers import Pass
+from layerskip.model.opened_model import Pass
 from layerskip.texts.tokens import common_prefix
 
 Position = tuple[int, int]  # (row, tokens past the row's emitted ones)

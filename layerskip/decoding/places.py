@@ -24,7 +24,7 @@ from layerskip.decoding.seats import Seat
 from layerskip.decoding.sources import source_of
 from layerskip.decoding.sources.assistant import Assistant, slot_bytes, state_bytes
 from layerskip.decoding.sources.base import Batch, Source
-from layerskip.model.sublayers import Sublayers
+from layerskip.model.opened_model import OpenedModel
 
 PIECE = 256  # minimum number of prompt tokens per pass if there are windows
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -57,7 +57,7 @@ class RowPlaces(Batch):
 
     def __init__(
         self,
-        model: Sublayers,
+        model: OpenedModel,
         drafts: Sequence[SkipConfig | Source],
         seats: MutableSequence[Seat],
         *,

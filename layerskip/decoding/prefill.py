@@ -15,8 +15,8 @@ from torch.nn.utils.rnn import pad_sequence
 from layerskip.decoding.places import RowPlaces, in_inference_mode
 from layerskip.decoding.seats import Seat
 from layerskip.decoding.sources.following import in_chunks
+from layerskip.model.opened_model import Pass
 from layerskip.model.picture_features import Pictures
-from layerskip.model.sublayers import Pass
 
 Part = tuple[str, int]  # ("keys" or "values", layer), or ("tap", sublayers)
 

@@ -6,6 +6,7 @@ import inspect
 import math
 import sys
 import weakref
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -23,26 +24,152 @@ from layerskip.weights.rounded import rounded_bytes
 _ATTENTION = ("eager", "sdpa")
 
 
-class Architecture:
+class ModelFacts(ABC):
+    """What costs and passes need to know of any decoder, whether or not its layers are known.
+
+    Attributes:
+        config: configuration of the text decoder.
+        parts: every decoder layer; empty if they are not known.
+        decoder, unembedding: the decoder and the head's linear layer, if its layers are known.
+        softcap: the softcap of the final logits, or None.
+        logits_divisor, logits_factor: what the logits are divided and multiplied by.
+        wrapper: what a class around the decoder adds to it, or None.
+        inputs_width: the width of each layer's own input (Gemma 4); 0 if layers have none.
+        eager: whether attention is the library's eager function, not torch's.
+        windows: sliding window in tokens of each layer, or None for full attention.
+        encoder: whether this is the decoder of an encoder-decoder.
+        spread: layers are on several devices, and hidden states move between them.
+        dtype, device: of the embedding, which takes tokens and returns logits.
+    """
+
+    config: Any
+    parts: Sequence[LayerParts]
+    decoder: Any
+    unembedding: Any
+    softcap: float | None = None
+    logits_divisor = logits_factor = 1.0
+    inputs_width = 0
+    eager: bool
+    windows: Sequence[int | None]
+    encoder: bool
+    spread: bool
+    dtype: torch.dtype
+    device: torch.device
+    num_layers: int
+    num_sublayers: int
+    vocabulary: int
+    max_positions: int
+    wrapper: Any = None
+    _reference: Any
+
+    @property
+    def model(self) -> Any:
+        """The model; only a weak reference is stored (see `OpenedModel.strong`)."""
+        return self._reference()
+
+    @property
+    def mixtures(self) -> list[Mixture]:
+        """The mixtures of experts in its layers, in order."""
+        return [part.mixture for part in self.parts if part.mixture is not None]
+
+    @property
+    def first_reader(self) -> int:
+        """The first layer from which on no layer has its own keys and values, or their number."""
+        readers = sum(not part.writes for part in self.parts)
+        return self.num_layers - readers
+
+    @property
+    def read_layers(self) -> list[int]:
+        """The layers whose keys and values other layers read, in ascending order."""
+        return sorted({part.keys for part in self.parts if not part.writes})
+
+    def missed_keys(self, attention: Collection[int]) -> tuple[int, int] | None:
+        """A layer whose attention is skipped and a kept one that reads its keys, or None."""
+        out = {*attention}
+        pairs = ((part.keys, part.number) for part in self.parts)
+        return next((pair for pair in pairs if pair[0] in out and pair[1] not in out), None)
+
+    @abstractmethod
+    def weight_bytes(
+        self, bits: int | None = None, *, tokens: int = 1, experts: int | None = None
+    ) -> dict[str, Any]:
+        """Bytes of the weights that a pass reads: for every sublayer, and for the head.
+
+        Norms count with their sublayer or head. The embedding does not count, since a pass reads
+        few of its rows. Of a mixture's experts, the expected number that the tokens use counts.
+
+        Args:
+            bits: of weights in low precision (see `config.LowPrecision`); None: as they are stored.
+            tokens: number of tokens in the pass, all rows together.
+            experts: number of experts per token in a draft; None: as many as the model.
+        """
+
+    def pass_bytes(self, counts: Sequence[int]) -> list[float]:
+        """Bytes of all weights that a pass reads, for each number of tokens; see `weight_bytes`."""
+        none, every = (
+            sum(read["sublayers"]) + read["head"]
+            for read in (self.weight_bytes(tokens=0), self.weight_bytes(tokens=sys.maxsize))
+        )
+        # Layers differ in the bytes of their experts, not in how many of them run.
+        share = self.mixtures[0].share_read if self.mixtures else lambda _: 1.0
+        return [none + share(count) * (every - none) for count in counts]
+
+    @abstractmethod
+    def key_bytes(
+        self, layers: Iterable[int] | None = None, window: int | None = None
+    ) -> dict[int | None, float]:
+        """Bytes of keys and values per token that a pass through attentions reads, for one row.
+
+        The result is keyed by the maximum number of tokens that the reading layers see, None for
+        full attention. Layers that share keys and values read them separately.
+
+        Args:
+            layers: numbers of the layers whose attention runs; all by default.
+            window: of a draft (`SkipConfig.window`).
+        """
+
+    def check_lengths(self, prompt_lengths: Sequence[int], total: int) -> None:
+        """Raise an error for lengths whose positions the model cannot serve exactly.
+
+        Args:
+            prompt_lengths: tokens of each prompt, without pads.
+            total: the longest sequence, prompt and new tokens together.
+
+        Raises:
+            ValueError: past the position limit, or across the switch of a longrope model.
+        """
+        if total > self.max_positions:
+            raise ValueError(
+                f"prompt plus new tokens must be at most {self.max_positions} tokens for this "
+                f"model, got {total} (longest prompt: {max(prompt_lengths)}); shorten the prompt "
+                "or lower max_new_tokens"
+            )
+
+    def _check_rope(self) -> None:
+        for parameters in self._rope_types():
+            # Hunyuan's checkpoints call angles "dynamic" that a fixed factor stretches.
+            if "dynamic" in parameters.get("rope_type", "default") and "alpha" not in parameters:
+                raise UnsupportedModelError(
+                    "rope type 'dynamic' is not supported: its angles depend on the length of the "
+                    "whole batch, so cached keys and drafts would disagree; supported are "
+                    "default, linear, llama3, yarn, and longrope on one side of its switch"
+                )
+
+    def _rope_types(self) -> Iterator[dict[str, Any]]:
+        parameters = getattr(self.config, "rope_parameters", None) or {}
+        kinds = [value for value in parameters.values() if isinstance(value, dict)]
+        yield from kinds or [parameters]  # by layer type, or one set for all layers
+
+
+class Architecture(ModelFacts):
     """A causal language model that can be opened, and its parts.
 
     Args:
         model: of a family in `FAMILIES`, alone, inside one of `CONDITIONAL`, or wrapped by PEFT.
 
     Attributes:
-        config: configuration of the text decoder.
-        decoder, layers: the modules whose parts are called one by one.
-        unembedding: the linear layer of the head.
-        parts: every decoder layer.
-        eager: whether attention is the library's eager function, not torch's.
-        windows: sliding window in tokens of each layer, or None for full attention.
-        softcap: the softcap of the final logits, or None.
-        logits_divisor, logits_factor: what the logits are divided and multiplied by.
-        wrapper: what a class around the decoder adds to it, or None.
-        encoder: whether this is the decoder of an encoder-decoder.
+        layers: the modules whose parts are called one by one.
         placeholders, blank: tokens that embed as `blank` wherever no picture replaces them.
-        spread: layers are on several devices, and hidden states move between them.
-        dtype, device: of the embedding, which takes tokens and returns logits.
 
     Raises:
         UnsupportedModelError: names what is not supported, and what is.
@@ -102,7 +229,8 @@ class Architecture:
         self.blank: int = config.pad_token_id if blank is None else blank
         capped = self.family.softcap and (wrapper is None or wrapper.softcap)
         capped = capped and outer.model_type not in ASSISTANTS
-        self.softcap: float | None = config.final_logit_softcapping if capped else None
+        self.inputs_width = (self.family.inputs and config.hidden_size_per_layer_input) or 0
+        self.softcap = config.final_logit_softcapping if capped else None
         self.logits_divisor, self.logits_factor = (
             float(getattr(config, name)) if name else 1.0
             for name in (self.family.divisor, self.family.multiplier)
@@ -114,11 +242,6 @@ class Architecture:
         self.device: torch.device = device_of(embedding)
         ends = [decoder.norm, self.unembedding, *(part.before or part.after for part in self.parts)]
         self.spread = len({device_of(each) for each in ends} | {self.device}) > 1
-
-    @property
-    def model(self) -> Any:
-        """The model; only a weak reference is stored (see `Sublayers.strong`)."""
-        return self._reference()
 
     def _parts(self) -> Iterator[LayerParts]:
         writers: dict[str, int] = {}  # by layer type, the last layer so far with its own keys
@@ -137,46 +260,9 @@ class Architecture:
         norms = (None if isinstance(norm, nn.Identity) else norm for norm in norms)
         return LayerParts(self.family, number, layer, kind, window, number, *norms)
 
-    @property
-    def inputs_width(self) -> int:
-        """The width of each layer's own input (Gemma 4); 0 if layers have none."""
-        return (self.family.inputs and self.config.hidden_size_per_layer_input) or 0
-
-    @property
-    def mixtures(self) -> list[Mixture]:
-        """The mixtures of experts in its layers, in order."""
-        return [part.mixture for part in self.parts if part.mixture is not None]
-
-    @property
-    def first_reader(self) -> int:
-        """The first layer from which on no layer has its own keys and values, or their number."""
-        readers = sum(not part.writes for part in self.parts)
-        return self.num_layers - readers
-
-    @property
-    def read_layers(self) -> list[int]:
-        """The layers whose keys and values other layers read, in ascending order."""
-        return sorted({part.keys for part in self.parts if not part.writes})
-
-    def missed_keys(self, attention: Collection[int]) -> tuple[int, int] | None:
-        """A layer whose attention is skipped and a kept one that reads its keys, or None."""
-        out = {*attention}
-        pairs = ((part.keys, part.number) for part in self.parts)
-        return next((pair for pair in pairs if pair[0] in out and pair[1] not in out), None)
-
     def weight_bytes(
         self, bits: int | None = None, *, tokens: int = 1, experts: int | None = None
     ) -> dict[str, Any]:
-        """Bytes of the weights that a pass reads: for every sublayer, and for the head.
-
-        Norms count with their sublayer or head. The embedding does not count, since a pass reads
-        few of its rows. Of a mixture's experts, the expected number that the tokens use counts.
-
-        Args:
-            bits: of weights in low precision (see `config.LowPrecision`); None: as they are stored.
-            tokens: number of tokens in the pass, all rows together.
-            experts: number of experts per token in a draft; None: as many as the model.
-        """
         key = bits, tokens, experts
         if key not in self._weight_bytes:
             self._weight_bytes[key] = self._bytes_read(bits, tokens, experts)
@@ -200,28 +286,9 @@ class Architecture:
         head = read(self.decoder.norm) + read(self.unembedding)
         return {"sublayers": sublayers, "head": head}
 
-    def pass_bytes(self, counts: Sequence[int]) -> list[float]:
-        """Bytes of all weights that a pass reads, for each number of tokens; see `weight_bytes`."""
-        none, every = (
-            sum(read["sublayers"]) + read["head"]
-            for read in (self.weight_bytes(tokens=0), self.weight_bytes(tokens=sys.maxsize))
-        )
-        # Layers differ in the bytes of their experts, not in how many of them run.
-        share = self.mixtures[0].share_read if self.mixtures else lambda _: 1.0
-        return [none + share(count) * (every - none) for count in counts]
-
     def key_bytes(
         self, layers: Iterable[int] | None = None, window: int | None = None
     ) -> dict[int | None, float]:
-        """Bytes of keys and values per token that a pass through attentions reads, for one row.
-
-        The result is keyed by the maximum number of tokens that the reading layers see, None for
-        full attention. Layers that share keys and values read them separately.
-
-        Args:
-            layers: numbers of the layers whose attention runs; all by default.
-            window: of a draft (`SkipConfig.window`).
-        """
         nbytes: dict[int | None, float] = defaultdict(float)
         for number in range(self.num_layers) if layers is None else layers:
             part = self.parts[number].narrowed(window)
@@ -244,21 +311,7 @@ class Architecture:
         return tables  # (1, S, R) each
 
     def check_lengths(self, prompt_lengths: Sequence[int], total: int) -> None:
-        """Raise an error for lengths whose positions the model cannot serve exactly.
-
-        Args:
-            prompt_lengths: tokens of each prompt, without pads.
-            total: the longest sequence, prompt and new tokens together.
-
-        Raises:
-            ValueError: past the position limit, or across the switch of a longrope model.
-        """
-        if total > self.max_positions:
-            raise ValueError(
-                f"prompt plus new tokens must be at most {self.max_positions} tokens for this "
-                f"model, got {total} (longest prompt: {max(prompt_lengths)}); shorten the prompt "
-                "or lower max_new_tokens"
-            )
+        super().check_lengths(prompt_lengths, total)
         for parameters in self._rope_types():
             if parameters.get("rope_type") != "longrope":
                 continue
@@ -283,21 +336,6 @@ class Architecture:
                     "is never called as a whole; hook its self_attn, its mlp or a norm instead, or "
                     "load the model as transformers defines it (trust_remote_code=False)"
                 )
-
-    def _check_rope(self) -> None:
-        for parameters in self._rope_types():
-            # Hunyuan's checkpoints call angles "dynamic" that a fixed factor stretches.
-            if "dynamic" in parameters.get("rope_type", "default") and "alpha" not in parameters:
-                raise UnsupportedModelError(
-                    "rope type 'dynamic' is not supported: its angles depend on the length of the "
-                    "whole batch, so cached keys and drafts would disagree; supported are "
-                    "default, linear, llama3, yarn, and longrope on one side of its switch"
-                )
-
-    def _rope_types(self) -> Iterator[dict[str, Any]]:
-        parameters = getattr(self.config, "rope_parameters", None) or {}
-        kinds = [value for value in parameters.values() if isinstance(value, dict)]
-        yield from kinds or [parameters]  # by layer type, or one set for all layers
 
 
 def read_bytes(module: nn.Module, bits: int | None) -> int:

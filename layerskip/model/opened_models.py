@@ -20,18 +20,21 @@ from layerskip.backends import native_passes
 from layerskip.families import plain
 from layerskip.families.architecture import Architecture
 from layerskip.families.wrappers import config_of, unwrapped
+from layerskip.model.opened_model import OpenedModel
 from layerskip.model.sublayers import Sublayers
 from layerskip.model.whole import Whole, support
 from layerskip.native import extension
 from layerskip.weights.rounded import copies_of
 
-_opened: WeakKeyDictionary[nn.Module, dict[str, tuple[list[Any], Sublayers]]] = WeakKeyDictionary()
+_opened: WeakKeyDictionary[nn.Module, dict[str, tuple[list[Any], OpenedModel]]] = (
+    WeakKeyDictionary()
+)
 _kept: WeakKeyDictionary[nn.Module, dict[Any, Any]] = WeakKeyDictionary()
 _lock = threading.Lock()
 
 
-def open_model(model: Any, execution: str = "auto") -> Sublayers:
-    """Open a model as `Sublayers`, or as `Whole` if its sublayers are not known.
+def open_model(model: Any, execution: str = "auto") -> OpenedModel:
+    """Open a model as `OpenedModel`, or as `Whole` if its sublayers are not known.
 
     Raises:
         UnsupportedModelError: neither is possible.
@@ -53,9 +56,9 @@ def runs_natively(model: Any) -> bool:
     return not (plain.refusal(known) or native_passes.refusal(known) or extension.refusal())
 
 
-def sublayers_of(model: Any, execution: str = "auto") -> Sublayers:
-    """Return a model as `Sublayers`, built again only if it has changed since the last call."""
-    if isinstance(model, Sublayers):
+def sublayers_of(model: Any, execution: str = "auto") -> OpenedModel:
+    """Return a model as `OpenedModel`, built again only if it has changed since the last call."""
+    if isinstance(model, OpenedModel):
         return model
     model = unwrapped(model)
     state = _state(model)
@@ -77,6 +80,7 @@ def opened_of(model: Any) -> Sublayers:
     opened = sublayers_of(model)
     if isinstance(opened, Whole):
         raise ValueError(opened.refusal("it has no states between sublayers"))
+    assert isinstance(opened, Sublayers)
     if opened.encoder:
         raise ValueError(
             "encoder-decoders are not supported here; their decoders draft "
@@ -99,7 +103,7 @@ def release(model: Any) -> int:
     Returns:
         The size of the copies in bytes.
     """
-    model = unwrapped(model.model if isinstance(model, Sublayers) else model)
+    model = unwrapped(model.model if isinstance(model, OpenedModel) else model)
     with _lock:
         _opened.pop(model, None)
         _kept.pop(model, None)

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import transformers
-from torch import Tensor, nn
+from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
@@ -36,7 +36,7 @@ from layerskip.families.wrappers import UnsupportedModelError, config_of, unwrap
 from layerskip.library import cache_name
 from layerskip.model.draft_weights import DraftWeights
 from layerskip.model.forward import Forward
-from layerskip.model.sublayers import Sublayers
+from layerskip.model.opened_model import OpenedModel
 from layerskip.weights.rounded import linears, rounded_bytes
 
 DRAFTS = (
@@ -117,8 +117,8 @@ def _refusal(model: Any, config: Any) -> str | None:
     return None
 
 
-class Whole(Sublayers):
-    """A causal language model as one block, with the interface of an opened one.
+class Whole(OpenedModel):
+    """A causal language model as one block.
 
     The states before that block are the token ids themselves, (B, T, 1); those after it are the
     decoder's output. It still counts as 2L sublayers, of which all or none are run.
@@ -140,6 +140,7 @@ class Whole(Sublayers):
         ValueError: training mode, or an execution that needs the sublayers.
     """
 
+    parts = ()
     branches = False  # the library's forward sees all earlier slots
 
     def __init__(self, model: nn.Module, execution: str = "auto") -> None:
@@ -158,7 +159,6 @@ class Whole(Sublayers):
             raise ValueError("model is in training mode, where dropout is drawn; call model.eval()")
         self._held = model
         self._reference = weakref.ref(model)
-        self.parts = ()
         self.encoder = config.is_encoder_decoder
         self.inner, self.base = self._decoder(model)
         text: Any = (self.base.config if self.encoder else config).get_text_config()
@@ -186,9 +186,7 @@ class Whole(Sublayers):
         self.spread = len({weight.device for weight in model.parameters()}) > 1
         self._compute_with(Forward(self), why, _Weights)
 
-    def new_cache(self, rows: int, slots: int) -> RowCache:
-        if self.encoder:
-            return super().new_cache(rows, slots)
+    def own_cache(self, rows: int, slots: int) -> RowCache:
         if self.recurrent:
             return recurrents.RecurrentCache(rows, slots, self.windows, self._layers)
         return LibraryCache(rows, slots, self.windows)
@@ -196,15 +194,12 @@ class Whole(Sublayers):
     def _layers(self) -> list[Any]:
         return DynamicCache(config=self.model.config).layers
 
-    def run(self, hidden: Tensor, step: Any, sublayers: Iterable[int]) -> Tensor:
-        """Run all sublayers of the model, or none of them."""
-        chosen = len([*sublayers])
-        if chosen not in (0, self.num_sublayers):  # for example, for a source with a tap
+    def chosen(self, sublayers: Iterable[int]) -> list[Block]:
+        """One block for all sublayers, and none for none."""
+        count = len([*sublayers])
+        if count not in (0, self.num_sublayers):  # for example, for a source with a tap
             raise ValueError(self.refusal("it has no states between sublayers"))
-        return self.blocks[0](hidden, step) if chosen else hidden
-
-    def finish(self, hidden: Tensor, step: Any, sublayers: Iterable[int]) -> Tensor:
-        return self.head(self.run(hidden, step, sublayers), step)
+        return [*self.blocks[: min(count, 1)]]
 
     def refusal(self, what: str) -> str:
         """The error message for something that needs the sublayers."""
@@ -274,7 +269,7 @@ class Whole(Sublayers):
 class _Weights(DraftWeights):
     """The blocks of a whole model's drafts, which run everything in low precision."""
 
-    model: Whole
+    model: Whole  # type: ignore[assignment]
 
     def trimmed(self, tokens: Sequence[int]) -> DraftWeights:
         warnings.warn(

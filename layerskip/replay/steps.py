@@ -16,7 +16,7 @@ from layerskip.decoding.passes import Passes
 from layerskip.decoding.seats import Seat
 from layerskip.decoding.sources.base import Source
 from layerskip.decoding.sources.sublayer_draft import SublayerDraft
-from layerskip.model.sublayers import Pass
+from layerskip.model.opened_model import Pass
 from layerskip.replay.chain_cache import ChainCache
 from layerskip.replay.trace import Trace
 

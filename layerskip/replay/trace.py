@@ -28,8 +28,8 @@ from layerskip.decoding.engine import Decoder, Request
 from layerskip.decoding.laws import Law, softmax_law
 from layerskip.decoding.noise import gumbel_noise, stream_key
 from layerskip.errors import LayerskipError
+from layerskip.model.opened_model import OpenedModel
 from layerskip.model.opened_models import opened_of
-from layerskip.model.sublayers import Sublayers
 from layerskip.replay.token_draws import NOTHING, scores_at
 
 DRAFT_LENGTH = 8
@@ -85,7 +85,7 @@ class Trace:
         rejection: whether drafts are accepted by the rejection rule instead of by shared noise.
     """
 
-    model: Sublayers
+    model: OpenedModel
     law: Law
     texts: tuple[TraceText, ...]
     cache: RowCache
@@ -170,7 +170,7 @@ def take_trace(
     """Decode prompts with the target, and read its keys, values and states along the texts.
 
     Args:
-        model: a causal language model, or one opened as `Sublayers`.
+        model: a causal language model, or one opened as `OpenedModel`.
         prompts: token ids without pads, (T,) or (1, T) each.
         max_new_tokens: maximum number of new tokens per text; places that only serve as context
             are added, as far as the model's positions reach.
@@ -231,7 +231,7 @@ def take_trace(
     return trace
 
 
-def check_prompts(opened: Sublayers, prompts: Sequence[Tensor], max_new_tokens: int) -> None:
+def check_prompts(opened: OpenedModel, prompts: Sequence[Tensor], max_new_tokens: int) -> None:
     """Raise a ValueError for prompts, (T,) or (1, T) each, whose texts cannot be decoded."""
     lengths = [prompt.numel() for prompt in prompts]
     if not lengths or not min(lengths):
@@ -242,7 +242,7 @@ def check_prompts(opened: Sublayers, prompts: Sequence[Tensor], max_new_tokens: 
 
 
 def _decode(
-    model: Sublayers,
+    model: OpenedModel,
     prompts: list[Tensor],
     keys: Sequence[int],
     law: Law,
@@ -266,7 +266,7 @@ def _decode(
     return decoder.emitted
 
 
-def _states(model: Sublayers, cache: RowCache, tokens: Tensor, prompt: int) -> Tensor:
+def _states(model: OpenedModel, cache: RowCache, tokens: Tensor, prompt: int) -> Tensor:
     """Run a text (T,) through the model; its states after every layer, (L, T - prompt, H)."""
     hidden, step = model.feed(tokens[None], cache, model.rotary(len(tokens), len(tokens)))
     after = []
@@ -276,7 +276,9 @@ def _states(model: Sublayers, cache: RowCache, tokens: Tensor, prompt: int) -> T
     return torch.stack(after)
 
 
-def _likelihoods(model: Sublayers, law: Law, states: Tensor, tokens: Tensor, prompt: int) -> Tensor:
+def _likelihoods(
+    model: OpenedModel, law: Law, states: Tensor, tokens: Tensor, prompt: int
+) -> Tensor:
     """The probability of each token of a text (T,) after the first new one, from the last states
     (1, T - prompt, H) before it, (T - prompt,); that of the last one is meaningless."""
     following = F.pad(tokens[prompt + 1 :], (0, 1))  # (T - prompt,)

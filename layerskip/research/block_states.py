@@ -18,7 +18,7 @@ from layerskip.cache.rows import RowCache
 from layerskip.decoding.sources.base import Batch
 from layerskip.decoding.sources.following import Following, in_chunks
 from layerskip.decoding.sources.trained import BEST, TrainedDraft
-from layerskip.model.sublayers import Pass
+from layerskip.model.opened_model import Pass
 
 TOGETHER = 64  # maximum number of tokens that streams see in the pass that drafts
 

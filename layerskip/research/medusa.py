@@ -25,7 +25,7 @@ from layerskip.decoding.acceptance import PRIOR_MODULE
 from layerskip.decoding.sources.base import Batch, Source, State
 from layerskip.decoding.sources.trained import BEST
 from layerskip.library import file_of
-from layerskip.model.sublayers import Pass, Sublayers
+from layerskip.model.opened_model import OpenedModel, Pass
 from layerskip.model.whole import Whole
 
 _FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
@@ -56,7 +56,7 @@ class MedusaHeads(nn.ModuleList):
         """Map states after the final norm, (R, H), to the logits of every head, (R, K, V)."""
         return torch.stack([head(state) for head in self], 1)
 
-    def source(self, target: Sublayers, tokens: Sequence[int] | None) -> Source:
+    def source(self, target: OpenedModel, tokens: Sequence[int] | None) -> Source:
         """The source that drafts with them, as of a `Drafter`.
 
         Raises:
@@ -115,7 +115,7 @@ class Medusa(Source):
     prior = PRIOR_MODULE
     name = "medusa"
 
-    def __init__(self, target: Sublayers, heads: MedusaHeads) -> None:
+    def __init__(self, target: OpenedModel, heads: MedusaHeads) -> None:
         self.model, self.heads, self.longest = target, heads, len(heads)
         self.per_step = self.longest
 

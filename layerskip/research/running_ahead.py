@@ -20,7 +20,7 @@ from layerskip.cache.rows import RowCache
 from layerskip.decoding.sources.assistant import Assistant
 from layerskip.decoding.sources.base import Batch, Proposal, Source, State
 from layerskip.decoding.sources.lookup import Lookup
-from layerskip.model.sublayers import Sublayers
+from layerskip.model.opened_model import OpenedModel
 from layerskip.texts.tokens import common_prefix
 
 
@@ -51,7 +51,7 @@ class RunningAhead(Source):
 
     longest: int
 
-    def __init__(self, model: Sublayers, longest: int = 8) -> None:
+    def __init__(self, model: OpenedModel, longest: int = 8) -> None:
         self.model, self.longest, self.max_positions = model, longest, model.max_positions
 
     @property
@@ -96,7 +96,7 @@ class _DraftedAhead:
 class Runner:
     """The thread, and what it shares with a batch; it does not keep the batch alive."""
 
-    def __init__(self, model: Sublayers, longest: int) -> None:
+    def __init__(self, model: OpenedModel, longest: int) -> None:
         self.model, self.longest = model, longest
         self.rows: dict[int, _DraftedAhead] = {}
         self.changed = threading.Condition()

@@ -31,7 +31,7 @@ from layerskip.decoding.engine import DraftOrSkip, Request
 from layerskip.decoding.laws import Law
 from layerskip.decoding.sources import source_of
 from layerskip.decoding.sources.base import Source
-from layerskip.model.sublayers import Sublayers
+from layerskip.model.opened_model import OpenedModel
 from layerskip.timing.kept import file_for, keep, kept, machine
 from layerskip.timing.round_times import BUDGET, CONTEXT, Times, disturbed, quartile, time_rounds
 
@@ -47,7 +47,7 @@ _TOKENS = 64  # tokens of a pass up to which a mixture's experts are counted
 _DISTURBED_DAYS = 1.0  # days for which disturbed times are kept
 
 
-def traffic_of(model: Sublayers, draft: DraftOrSkip) -> Traffic:
+def traffic_of(model: OpenedModel, draft: DraftOrSkip) -> Traffic:
     """The bytes that passes of a model and steps of a source read."""
     source = source_of(model, draft)
     prefix = model.weight_bytes()["sublayers"][: source.prefix] if source.prefix else ()
@@ -61,7 +61,7 @@ def traffic_of(model: Sublayers, draft: DraftOrSkip) -> Traffic:
     )
 
 
-def by_bytes(model: Sublayers, draft: DraftOrSkip) -> ContextCosts:
+def by_bytes(model: OpenedModel, draft: DraftOrSkip) -> ContextCosts:
     """The costs on a machine limited by reading weights and keys; nothing is timed."""
     traffic = traffic_of(model, draft)
     return ContextCosts(lambda context, rows: Rates().table(traffic, None, context, rows))
@@ -80,7 +80,7 @@ class _Calibration:
 
     def measure(
         self,
-        model: Sublayers,
+        model: OpenedModel,
         sources: Sequence[Source],
         request: Request,
         seconds: float | None,
@@ -210,7 +210,7 @@ def kind_of(law: Law) -> tuple[bool, ...]:
 
 
 def cost_tables(
-    model: Sublayers,
+    model: OpenedModel,
     drafts: Sequence[DraftOrSkip],
     request: Request,
     *,
@@ -246,12 +246,12 @@ def cost_tables(
     ]
 
 
-def place(model: Sublayers, rows: int) -> dict[str, Any]:
+def place(model: OpenedModel, rows: int) -> dict[str, Any]:
     """The conditions under which a cost table is valid, as JSON values for a skip config."""
     return {**machine(model), "batch_size": rows, "draft_vocabulary": model.weights.vocabulary}
 
 
-def stored(skip: SkipConfig, model: Sublayers, rows: int) -> CostTable | None:
+def stored(skip: SkipConfig, model: OpenedModel, rows: int) -> CostTable | None:
     """The costs in a skip config; None if it has none, or they are for other conditions.
 
     Raises:
@@ -273,7 +273,7 @@ def stored(skip: SkipConfig, model: Sublayers, rows: int) -> CostTable | None:
     return CostTable.from_dict({"source": "given"} | skip.costs)
 
 
-def _places(model: Sublayers, rows: int, context: int) -> Iterator[TimingPoint]:
+def _places(model: OpenedModel, rows: int, context: int) -> Iterator[TimingPoint]:
     """The places where rounds are timed for a batch whose texts reach this length."""
     # With an encoder, only the present rows have encoder states.
     many = 1 if model.read else min(_MOST_ROWS, 1 << (rows - 1).bit_length())

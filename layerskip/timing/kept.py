@@ -17,13 +17,13 @@ import torch
 
 from layerskip.files.environment import cache_folder, hardware
 from layerskip.files.writing import replacing
-from layerskip.model.sublayers import Sublayers
+from layerskip.model.opened_model import OpenedModel
 from layerskip.version import __version__
 
 _DAYS = 30.0  # lifetime of a file, since machines change
 
 
-def machine(model: Sublayers) -> dict[str, Any]:
+def machine(model: OpenedModel) -> dict[str, Any]:
     """Where and how a model's passes run, as JSON values; threads only on a CPU."""
     facts: dict[str, Any] = {
         "hardware": hardware(model.device),
@@ -33,7 +33,7 @@ def machine(model: Sublayers) -> dict[str, Any]:
     return facts if model.threads is None else {**facts, "threads": model.threads}
 
 
-def file_for(model: Sublayers, *about: Any) -> Path | None:
+def file_for(model: OpenedModel, *about: Any) -> Path | None:
     """The file with what was timed of a model on this machine; None if nothing is kept.
 
     Args:

@@ -19,7 +19,7 @@ from layerskip.decoding.passes import Passes
 from layerskip.decoding.sources.base import Source
 from layerskip.decoding.sources.following import Following
 from layerskip.decoding.sources.lookup import Lookup
-from layerskip.model.sublayers import Sublayers
+from layerskip.model.opened_model import OpenedModel
 
 TOKENS = (1, 2, 4, 8, 16)  # tokens per row in timed passes
 _MOST = 80  # maximum tokens of all rows in a pass, but at least `_FEW` per row
@@ -82,7 +82,7 @@ class Stopwatch(Controller):
 
 
 def time_rounds(
-    model: Sublayers,
+    model: OpenedModel,
     sources: Sequence[Source],
     request: Request,
     times: Times,

@@ -30,8 +30,8 @@ from layerskip.decoding.noise import stream_key
 from layerskip.decoding.sources import source_of
 from layerskip.decoding.sources.base import Source
 from layerskip.families.plain import head_refusal
+from layerskip.model.opened_model import OpenedModel
 from layerskip.model.opened_models import opened_of
-from layerskip.model.sublayers import Sublayers
 from layerskip.timing.cost_tables import traffic_of
 from layerskip.timing.kept import machine
 from layerskip.timing.round_times import CONTEXT, STEPS, Times, quartile, time_rounds
@@ -64,7 +64,7 @@ def measure(
     """Time passes and a few drafts of a model: the "cost" record.
 
     Args:
-        model: a causal language model, or one opened as `Sublayers`.
+        model: a causal language model, or one opened as `OpenedModel`.
         prompts: token ids, (T,) or (1, T) each.
         contexts: numbers of tokens before the rounds to be priced; those beyond the model's
             positions are left out. After the longest one, if it is long, passes are timed, too.
@@ -165,7 +165,7 @@ def measure(
     }
 
 
-def _parts(model: Sublayers, sources: Mapping[str, Source], seconds: Seconds) -> dict[str, Any]:
+def _parts(model: OpenedModel, sources: Mapping[str, Source], seconds: Seconds) -> dict[str, Any]:
     """The parts of the record that are prices."""
     works = next(iter(seconds.values()))
     steps = {name: works.get((source.key, 0), 0.0) for name, source in sources.items()}
@@ -217,7 +217,7 @@ def _by_kind(source: Source) -> tuple[float, float]:
     return attention, sum(read) - attention + head
 
 
-def _longer(model: Sublayers, sources: Mapping[str, Source], seconds: Seconds) -> dict[str, Any]:
+def _longer(model: OpenedModel, sources: Mapping[str, Source], seconds: Seconds) -> dict[str, Any]:
     """The costs of more tokens in a pass, and of more tokens before it."""
     place, works = next(iter(seconds.items()))
     rates = fitted(seconds, {each.key: traffic_of(model, each) for each in sources.values()})
@@ -232,7 +232,7 @@ def _longer(model: Sublayers, sources: Mapping[str, Source], seconds: Seconds) -
     }
 
 
-def _read_of_experts(model: Sublayers) -> dict[str, list[float]]:
+def _read_of_experts(model: OpenedModel) -> dict[str, list[float]]:
     """For fewer experts than the model's, the share of each MLP's bytes that a token reads."""
     mixture, whole = model.mixtures[0], model.weight_bytes()["sublayers"][1::2]
     shares = {}

@@ -12,7 +12,7 @@ import torch
 
 from layerskip.decoding.passes import Passes
 from layerskip.decoding.seats import Seat
-from layerskip.model.sublayers import Sublayers
+from layerskip.model.opened_model import OpenedModel
 from layerskip.timing.kept import file_for, keep, kept
 
 _BUDGET = 0.3  # seconds after which no further sweep starts
@@ -33,7 +33,7 @@ def cpu_threads(count: int | None) -> Iterator[int]:
         torch.set_num_threads(before)
 
 
-def fitting_threads(model: Sublayers, *, now: Callable[[], float] = time.perf_counter) -> int:
+def fitting_threads(model: OpenedModel, *, now: Callable[[], float] = time.perf_counter) -> int:
     """The best number of threads for decoding one prompt, at most torch's own number.
 
     Times plain passes of one token with 1, 2, 4, ... threads in turn, for a fraction of a second or

@@ -23,6 +23,7 @@ from layerskip.files.writing import replacing_folder
 from layerskip.library import cache_name
 from layerskip.model.assistants import load_assistant
 from layerskip.model.draft_modules import AHEAD
+from layerskip.model.opened_model import OpenedModel
 from layerskip.model.sublayers import Sublayers
 from layerskip.training import data, processes
 from layerskip.training.draft_training import Recipe, Training
@@ -47,7 +48,7 @@ class TargetReading:
 
 
 @torch.no_grad()
-def read(target: Sublayers, ids: Tensor) -> TargetReading:
+def read(target: OpenedModel, ids: Tensor) -> TargetReading:
     """Run a Gemma 4 once over texts (B, T)."""
     cache: Any = DynamicCache()  # without a config, every layer keeps all keys
     name = cache_name(target.decoder)
@@ -115,7 +116,7 @@ class AssistantTraining(Training):
     def __init__(
         self,
         start: str | None,
-        opened: Sublayers,
+        opened: OpenedModel,
         corpus: data.Corpus,
         recipe: Recipe,
         folder: Path,
@@ -125,7 +126,7 @@ class AssistantTraining(Training):
         self.check(opened)  # rejects a wrong start now, not in an hour
         super().__init__(opened, corpus, replace(recipe, kind=self.kind), folder, **reporting)
 
-    def check(self, opened: Sublayers) -> None:
+    def check(self, opened: OpenedModel) -> None:
         """Raise an error for a start that does not fit the model."""
         loaded = load_assistant(self.start, dtype=opened.dtype).to(opened.device)
         Official(opened, Sublayers(loaded, "modules"))

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from layerskip.config.registry import named
 from layerskip.config.skips import DecodingOptions, LowPrecision, SkipConfig
-from layerskip.model.sublayers import Sublayers
+from layerskip.model.opened_model import OpenedModel
 from layerskip.model.trained_weights import TOKENS, save_trained
 from layerskip.texts.vocabulary import ranked
 from layerskip.training import data, features, processes
@@ -99,7 +99,12 @@ class Training(Stages):
     recipe: Recipe
 
     def __init__(
-        self, opened: Sublayers, corpus: data.Corpus, recipe: Recipe, folder: Path, **reporting: Any
+        self,
+        opened: OpenedModel,
+        corpus: data.Corpus,
+        recipe: Recipe,
+        folder: Path,
+        **reporting: Any,
     ) -> None:
         chosen = skip_for(recipe.kind, recipe.skip, opened.num_layers)
         self.skip = replace(

@@ -20,13 +20,13 @@ from transformers import DynamicCache
 from layerskip.decoding.sources.eagle import EagleHead
 from layerskip.model.draft_modules import AHEAD
 from layerskip.model.eagle_head import Eagle, load_eagle, save_eagle
-from layerskip.model.sublayers import Sublayers
+from layerskip.model.opened_model import OpenedModel
 from layerskip.training import data
 from layerskip.training.assistant_training import AssistantTraining, TargetReading, draft_steps
 from layerskip.training.losses import Step
 
 
-def new_head(target: Sublayers, tokens: Tensor) -> Eagle:
+def new_head(target: OpenedModel, tokens: Tensor) -> Eagle:
     """Make a head for a target that drafts these of its tokens, (D,), with one random layer.
 
     At first it passes the deepest states that it reads on to the target's own norm and head.
@@ -102,7 +102,7 @@ def new_head(target: Sublayers, tokens: Tensor) -> Eagle:
 
 
 @torch.no_grad()
-def read(target: Sublayers, head: Eagle, ids: Tensor) -> TargetReading:
+def read(target: OpenedModel, head: Eagle, ids: Tensor) -> TargetReading:
     """Run a target once over texts (B, T): states (B, T, N H), and logits of D tokens."""
     with torch.autocast(ids.device.type, enabled=False):
         hidden, step = target.first_pass(ids)
@@ -147,10 +147,10 @@ class EagleTraining(AssistantTraining):
 
     kind = "eagle3"
 
-    def check(self, opened: Sublayers) -> None:
+    def check(self, opened: OpenedModel) -> None:
         EagleHead(opened, self._begun(opened, torch.arange(1)))
 
-    def _begun(self, opened: Sublayers, tokens: Tensor) -> Eagle:
+    def _begun(self, opened: OpenedModel, tokens: Tensor) -> Eagle:
         if self.start is None:
             return new_head(opened, tokens)
         return load_eagle(self.start, dtype=opened.dtype).to(opened.device)

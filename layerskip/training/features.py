@@ -17,7 +17,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from layerskip.files.writing import replacing
-from layerskip.model.sublayers import Sublayers
+from layerskip.model.opened_model import OpenedModel
 
 CHUNK = 64
 """Number of windows in a file."""
@@ -32,12 +32,12 @@ def windows(texts: list[list[int]], length: int) -> Tensor:
     return stream[: count * length].view(count, length)
 
 
-def nbytes(model: Sublayers, tokens: int, tap: int | None = None) -> int:
+def nbytes(model: OpenedModel, tokens: int, tap: int | None = None) -> int:
     """Bytes on disk for the features of `tokens` tokens."""
     return tokens * (2 * int(model.config.hidden_size) + 4) * (1 if tap is None else 2)
 
 
-def run(model: Sublayers, ids: Tensor, tap: int | None = None) -> dict[str, Tensor]:
+def run(model: OpenedModel, ids: Tensor, tap: int | None = None) -> dict[str, Tensor]:
     """Hidden states of windows (B, T): the last, before the final norm, and after `tap` sublayers.
 
     (B, T, H) each.
@@ -52,7 +52,7 @@ def run(model: Sublayers, ids: Tensor, tap: int | None = None) -> dict[str, Tens
 
 @torch.no_grad()
 def compute(
-    model: Sublayers,
+    model: OpenedModel,
     ids: Tensor,
     folder: Path,
     *,

@@ -26,7 +26,7 @@ from layerskip.costs.speculation import best_length
 from layerskip.decoding.engine import Request
 from layerskip.decoding.noise import stream_key
 from layerskip.files.trainings import SCHEMA, check_record
-from layerskip.model.sublayers import Sublayers
+from layerskip.model.opened_model import OpenedModel
 from layerskip.replay.replayed_drafts import replay
 from layerskip.replay.trace import NothingToDraft, Trace, take_trace
 from layerskip.timing.cost_tables import cost_tables
@@ -139,7 +139,7 @@ def _replayed(
     return acceptance
 
 
-def answers(opened: Sublayers, prompts: Sequence[Tensor], temperature: float | None) -> Trace:
+def answers(opened: OpenedModel, prompts: Sequence[Tensor], temperature: float | None) -> Trace:
     """The target's answers to prompts (1, T), for replaying drafts; None is greedy."""
     return take_trace(
         opened,
@@ -152,7 +152,7 @@ def answers(opened: Sublayers, prompts: Sequence[Tensor], temperature: float | N
 
 
 def clock(
-    opened: Sublayers,
+    opened: OpenedModel,
     prompts: Sequence[Tensor],
     drafts: Mapping[str, SkipConfig],
     temperature: float,

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from layerskip.backends.base import logit_transform
-from layerskip.model.sublayers import Sublayers
+from layerskip.model.opened_model import OpenedModel
 from layerskip.training.processes import average
 from layerskip.weights.draft_head import TrimmedHead
 
@@ -102,7 +102,7 @@ class LossInputs:
         tokens: the tokens that the loss covers, (n,).
     """
 
-    def __init__(self, model: Sublayers, tokens: Tensor) -> None:
+    def __init__(self, model: OpenedModel, tokens: Tensor) -> None:
         self.norm, self.cap, self.dtype = model.decoder.norm, logit_transform(model), model.dtype
         self.rows = TrimmedHead(model.unembedding, tokens.tolist())
         self.places = torch.full((model.vocabulary,), -1)  # index of each token among these

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from layerskip.config.registry import TRAINED, named
 from layerskip.config.skips import SkipConfig
-from layerskip.model.sublayers import Sublayers
+from layerskip.model.opened_model import OpenedModel
 from layerskip.training.losses import DraftStates, TrainingBatch
 
 RATES = {"exit-block": 3e-3, "heads": 5e-3, "streams": 5e-3, "assistant": 1e-3, "eagle3": 1e-3}
@@ -53,7 +53,7 @@ class Student(nn.Module):
         kind: of draft; `config.registry` names the class of its module.
     """
 
-    def __init__(self, model: Sublayers, kind: str) -> None:
+    def __init__(self, model: OpenedModel, kind: str) -> None:
         super().__init__()
         self.block = named("module", kind)(model).float()
         self.embed = model.embed

@@ -22,21 +22,21 @@ from layerskip.families.known import ASSISTANTS
 from layerskip.model.assistants import is_assistant, load_assistant
 from layerskip.model.block_drafter import BlockDrafter, holds_blocks
 from layerskip.model.eagle_head import Eagle, eagle_config, load_eagle, read_config
-from layerskip.model.sublayers import Sublayers
+from layerskip.model.opened_model import OpenedModel
 
 
 @runtime_checkable
 class Drafter(Protocol):
     """A drafter loaded from a checkpoint that makes its own source for a target."""
 
-    def source(self, target: Sublayers, tokens: Sequence[int] | None) -> Source: ...
+    def source(self, target: OpenedModel, tokens: Sequence[int] | None) -> Source: ...
 
 
 HEADS = (Eagle, BlockDrafter, Drafter)
 """What drafts for a model but is no model itself."""
 
 
-def source_of(model: Sublayers, draft: SkipConfig | Source) -> Source:
+def source_of(model: OpenedModel, draft: SkipConfig | Source) -> Source:
     """Return the source for a skip config; a source is returned unchanged.
 
     Raises:
@@ -85,8 +85,8 @@ def load_drafter(
 
 
 def second_model(
-    target: Sublayers,
-    model: Sublayers | Eagle | BlockDrafter | Drafter,
+    target: OpenedModel,
+    model: OpenedModel | Eagle | BlockDrafter | Drafter,
     tokens: Sequence[int] | None = None,
 ) -> Source:
     """Return the source for a second model, the target's official assistant, or a head for it.

@@ -17,7 +17,7 @@ from torch import Tensor
 from layerskip.cache.rows import RowCache
 from layerskip.decoding.sources.base import Batch, Source, State
 from layerskip.decoding.sources.following import Following, in_chunks
-from layerskip.model.sublayers import Pass, Sublayers
+from layerskip.model.opened_model import OpenedModel, Pass
 
 
 class Assistant(Source):
@@ -29,7 +29,7 @@ class Assistant(Source):
         model: the opened model; if it is `trimmed`, only those tokens are drafted.
     """
 
-    def __init__(self, model: Sublayers) -> None:
+    def __init__(self, model: OpenedModel) -> None:
         self.model = model
         self.max_positions = model.max_positions
 
@@ -58,7 +58,7 @@ class Assistant(Source):
         return math.fsum(slot_bytes(self.model).values())
 
 
-def slot_bytes(model: Sublayers) -> dict[int | None, float]:
+def slot_bytes(model: OpenedModel) -> dict[int | None, float]:
     """Bytes of keys and values per token in a model's cache, as `Architecture.key_bytes`.
 
     If the model runs as a whole, they are measured in a pass over one token.
@@ -70,25 +70,25 @@ def slot_bytes(model: Sublayers) -> dict[int | None, float]:
     return {None: sum(each.nbytes / each.shape[2] for each in buffers)}
 
 
-def state_bytes(model: Sublayers) -> int:
+def state_bytes(model: OpenedModel) -> int:
     """Bytes of a row in a model's cache apart from keys and values."""
     return _after_a_token(model).state_bytes if model.recurrent else 0
 
 
-def _after_a_token(model: Sublayers) -> RowCache:
+def _after_a_token(model: OpenedModel) -> RowCache:
     hidden, step = model.first_pass(torch.zeros(1, 1, dtype=torch.long, device=model.device))
     model.run(hidden, step, range(model.num_sublayers))
     return step.cache
 
 
-def common(raw: Tensor, target: Sublayers) -> Tensor:
+def common(raw: Tensor, target: OpenedModel) -> Tensor:
     """Map an assistant's raw logits (..., any) to the target's vocabulary, (..., V)."""
     missing = target.vocabulary - raw.shape[-1]
     raw = raw.to(target.device, target.dtype)
     return F.pad(raw, (0, missing), value=float("-inf")) if missing else raw
 
 
-def of_assistant(tokens: Tensor, assistant: Sublayers, target: Sublayers) -> Tensor:
+def of_assistant(tokens: Tensor, assistant: OpenedModel, target: OpenedModel) -> Tensor:
     """The target's tokens on the assistant's device, clamped to its vocabulary."""
     tokens = tokens.to(assistant.device)
     if assistant.vocabulary < target.vocabulary:
@@ -99,7 +99,7 @@ def of_assistant(tokens: Tensor, assistant: Sublayers, target: Sublayers) -> Ten
 class AssistantState(Following):
     """A second model's keys and values of the rows of a batch."""
 
-    def __init__(self, model: Sublayers, batch: Batch) -> None:
+    def __init__(self, model: OpenedModel, batch: Batch) -> None:
         super().__init__(batch)
         try:
             model.check_lengths(batch.prompt_lengths, batch.total)

@@ -17,7 +17,7 @@ from layerskip.cache.rows import RowCache
 from layerskip.config.skips import SkipConfig
 from layerskip.decoding.acceptance import PRIOR
 from layerskip.decoding.seats import Seat
-from layerskip.model.sublayers import Pass, Sublayers
+from layerskip.model.opened_model import OpenedModel, Pass
 
 
 class Batch:
@@ -32,7 +32,7 @@ class Batch:
         cache: the target's keys and values; after a row's `lengths` they are from rejected drafts.
     """
 
-    model: Sublayers
+    model: OpenedModel
     seats: Sequence[Seat]
     sources: Sequence[Source]
     states: Sequence[State]

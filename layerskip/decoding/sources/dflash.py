@@ -24,7 +24,7 @@ from layerskip.decoding.sources.following import Following, in_chunks
 from layerskip.decoding.sources.official import target_mismatch
 from layerskip.families.architecture import read_bytes
 from layerskip.model.block_drafter import BlockDrafter
-from layerskip.model.sublayers import Pass, Sublayers
+from layerskip.model.opened_model import OpenedModel, Pass
 from layerskip.weights.draft_head import spread
 
 
@@ -41,7 +41,7 @@ class DFlash(Source):
     name = "dflash"
 
     def __init__(
-        self, target: Sublayers, module: BlockDrafter, tokens: Iterable[int] | None = None
+        self, target: OpenedModel, module: BlockDrafter, tokens: Iterable[int] | None = None
     ) -> None:
         if reason := _misfit(target, module):
             raise ValueError(
@@ -138,7 +138,7 @@ class _BlockState(Following):
             self.seen[row] = end
 
 
-def _misfit(target: Sublayers, module: BlockDrafter) -> str | None:
+def _misfit(target: OpenedModel, module: BlockDrafter) -> str | None:
     """Why a drafter cannot draft for a model, or None if it can."""
     if reason := taps_misfit(target, module, module.depths):
         return reason

@@ -22,8 +22,8 @@ from layerskip.decoding.sources.mtp import HeadState, seen_by
 from layerskip.decoding.sources.official import device_mismatch, target_mismatch
 from layerskip.families.architecture import read_bytes
 from layerskip.model.eagle_head import Eagle
+from layerskip.model.opened_model import OpenedModel
 from layerskip.model.published_head import PublishedHead
-from layerskip.model.sublayers import Sublayers
 from layerskip.model.whole import Whole
 from layerskip.weights.draft_head import spread
 
@@ -39,7 +39,7 @@ class EagleHead(Source):
     """
 
     def __init__(
-        self, target: Sublayers, module: Eagle, tokens: Iterable[int] | None = None
+        self, target: OpenedModel, module: Eagle, tokens: Iterable[int] | None = None
     ) -> None:
         if reason := _misfit(target, module):
             raise ValueError(
@@ -97,7 +97,7 @@ class EagleHead(Source):
         return spread(drafted, self.tokens, self.model.vocabulary)
 
 
-def _misfit(target: Sublayers, module: Eagle) -> str | None:
+def _misfit(target: OpenedModel, module: Eagle) -> str | None:
     """Why a head cannot draft for a model, or None if it can."""
     depths = module.depths_in(target.num_layers)
     if reason := taps_misfit(target, module, depths):
@@ -111,7 +111,7 @@ def _misfit(target: Sublayers, module: Eagle) -> str | None:
 
 
 def outputs_of(
-    target: Sublayers, module: PublishedHead, tokens: Iterable[int] | None
+    target: OpenedModel, module: PublishedHead, tokens: Iterable[int] | None
 ) -> tuple[Tensor, Tensor | None]:
     """The rows of a head's output layer, (D, W), and their tokens, (D,); None: all, in order.
 
@@ -127,7 +127,7 @@ def outputs_of(
     return weight[kept], of_rows[kept]
 
 
-def taps_misfit(target: Sublayers, module: PublishedHead, depths: Sequence[int]) -> str | None:
+def taps_misfit(target: OpenedModel, module: PublishedHead, depths: Sequence[int]) -> str | None:
     """Why a head cannot read a model's states after some layers, or None if it can."""
     if isinstance(target, Whole):
         return f"it reads states from inside the model, which runs as a whole: {target.reason}"

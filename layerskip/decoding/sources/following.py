@@ -14,7 +14,7 @@ from torch import Tensor
 
 from layerskip.cache.rows import on_device
 from layerskip.decoding.sources.base import Batch, State
-from layerskip.model.sublayers import Sublayers
+from layerskip.model.opened_model import OpenedModel
 
 _CHUNK = 512  # tokens per pass over prompts, all rows together, that keep a CPU busy
 _SHARE = 1 / 8  # maximum size of a longer pass's activations, as a share of the weights' bytes
@@ -67,7 +67,7 @@ class Following(State):
 
 
 def in_chunks(
-    model: Sublayers,
+    model: OpenedModel,
     tokens: Tensor,
     places: Sequence[range],
     run: Callable[[Tensor, range, list[int]], Tensor],
@@ -120,7 +120,7 @@ def in_chunks(
     return last
 
 
-def chunk_size(model: Sublayers, slots: int) -> int:
+def chunk_size(model: OpenedModel, slots: int) -> int:
     """The number of tokens in a pass over prompts, all rows together.
 
     Long passes keep a GPU busy, but their activations should be small compared with the weights.

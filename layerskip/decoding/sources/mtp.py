@@ -20,7 +20,7 @@ from layerskip.decoding.sources.base import Batch, Source, State
 from layerskip.decoding.sources.following import Following, in_chunks
 from layerskip.families.architecture import read_bytes
 from layerskip.model.mtp_head import Head
-from layerskip.model.sublayers import Pass, Sublayers
+from layerskip.model.opened_model import OpenedModel, Pass
 from layerskip.model.whole import Whole
 
 
@@ -86,7 +86,7 @@ class CheckpointHead(Source):
         return self.head(states.transpose(0, 1), None)[0]
 
 
-def seen_by(cache: LibraryCache, model: Sublayers) -> tuple[Tensor, Tensor]:
+def seen_by(cache: LibraryCache, model: OpenedModel) -> tuple[Tensor, Tensor]:
     """The positions of a pass's tokens, (R, T), and the slots that they see, (R or 1, 1, T, S).
 
     A text's first token has no state before it, so no other token sees it.

@@ -20,7 +20,7 @@ from layerskip.cache.rows import RowCache
 from layerskip.decoding.sources.base import Batch, Source, State
 from layerskip.families.architecture import read_bytes
 from layerskip.families.family import LayerParts
-from layerskip.model.sublayers import Pass, Sublayers
+from layerskip.model.opened_model import OpenedModel, Pass
 from layerskip.weights.draft_head import spread
 
 
@@ -32,7 +32,7 @@ class Official(Source):
     """
 
     def __init__(
-        self, target: Sublayers, model: Sublayers, tokens: Iterable[int] | None = None
+        self, target: OpenedModel, model: OpenedModel, tokens: Iterable[int] | None = None
     ) -> None:
         if reason := _misfit(target, model):
             raise ValueError(
@@ -131,7 +131,7 @@ class _OfficialState(State):
         return raw[:, 0]
 
 
-def _misfit(target: Sublayers, model: Sublayers) -> str | None:
+def _misfit(target: OpenedModel, model: OpenedModel) -> str | None:
     """Why an assistant cannot draft for a model, or None if it can."""
     if reason := device_mismatch(target, model):
         return reason
@@ -147,7 +147,7 @@ def _misfit(target: Sublayers, model: Sublayers) -> str | None:
     return target_mismatch(pairs)
 
 
-def device_mismatch(target: Sublayers, draft: Any) -> str | None:
+def device_mismatch(target: OpenedModel, draft: Any) -> str | None:
     """Why a draft's own weights do not match its target's dtype or device, or None."""
     made, needed = ((each.dtype, each.device) for each in (draft, target))
     if made == needed and not target.spread:
@@ -168,7 +168,7 @@ def target_mismatch(pairs: Iterable[tuple[str, Any, Any]]) -> str | None:
     return None
 
 
-def _sources(target: Sublayers) -> dict[str, LayerParts]:
+def _sources(target: OpenedModel) -> dict[str, LayerParts]:
     """By kind, a model's last layer that has its own keys and values."""
     # A model that runs as a whole has no layers to read.
     return {part.kind: part for part in getattr(target, "parts", ()) if part.writes}

@@ -13,7 +13,7 @@ from torch import Tensor
 from layerskip.config.skips import SkipConfig
 from layerskip.decoding.acceptance import PRIOR, PRIOR_ROUNDED
 from layerskip.decoding.sources.base import Batch, Source, State
-from layerskip.model.sublayers import Pass, Sublayers
+from layerskip.model.opened_model import OpenedModel, Pass
 
 
 class SublayerDraft(Source):
@@ -25,7 +25,7 @@ class SublayerDraft(Source):
 
     skip: SkipConfig
 
-    def __init__(self, model: Sublayers, skip: SkipConfig) -> None:
+    def __init__(self, model: OpenedModel, skip: SkipConfig) -> None:
         self.model, self.skip, self.blocks = model, skip, model.weights.blocks(skip)
         self.prefix = skip.shared_prefix()
         # Rounding to 8 bits alone hardly changes the model's output.

@@ -20,7 +20,7 @@ from layerskip.decoding.acceptance import PRIOR_MODULE
 from layerskip.decoding.sources.base import Batch, Source, State
 from layerskip.decoding.sources.sublayer_draft import key_of
 from layerskip.families.architecture import read_bytes
-from layerskip.model.sublayers import Pass, Sublayers
+from layerskip.model.opened_model import OpenedModel, Pass
 
 BEST = 8  # candidates per position, since the first choice is wrong more often than not
 
@@ -40,7 +40,7 @@ class TrainedDraft(Source):
     prefix = 0
     skip: SkipConfig
 
-    def __init__(self, model: Sublayers, skip: SkipConfig) -> None:
+    def __init__(self, model: OpenedModel, skip: SkipConfig) -> None:
         self.model, self.skip = model, skip
         block, sublayers, _ = model.weights.module(skip)
         self.block: Any = block

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from layerskip.decoding.seats import Seat
 from layerskip.decoding.sources.assistant import Assistant, AssistantState
 from layerskip.decoding.sources.base import Batch, Proposal, Source, State
+from layerskip.model.opened_model import OpenedModel, Pass
 from layerskip.model.opened_models import sublayers_of
-from layerskip.model.sublayers import Pass, Sublayers
 from layerskip.texts.retokenized import Retokenized, Spelling
 from layerskip.texts.vocabulary import check_vocabularies
 
@@ -40,7 +40,7 @@ class UniversalAssistant(nn.Module):
         self.model = model
         self.spellings = Spelling(tokenizer), Spelling(assistant_tokenizer)
 
-    def source(self, target: Sublayers, tokens: Sequence[int] | None) -> Source:
+    def source(self, target: OpenedModel, tokens: Sequence[int] | None) -> Source:
         """The source that drafts with it, as of a `Drafter`.
 
         Raises:
@@ -67,7 +67,7 @@ def fitting(model: Any, tokenizer: Any, assistant_tokenizer: Any) -> Any:
 class Universal(Assistant):
     """Drafts with a second model that has another tokenizer."""
 
-    def __init__(self, model: Sublayers, ours: Spelling, theirs: Spelling) -> None:
+    def __init__(self, model: OpenedModel, ours: Spelling, theirs: Spelling) -> None:
         self.model, self.ours, self.theirs = model, ours, theirs
         self._firsts: dict[int, int] = {}
 
