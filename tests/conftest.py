@@ -61,16 +61,16 @@ def _a_cpu_has_graphs():
     on_a_gpu = captured._captured
 
     def on_a_cpu(run, inputs, beside):
-        if inputs[0].is_cuda:
+        if inputs["hidden"].is_cuda:
             return on_a_gpu(run, inputs, beside)
         blocks, used, pairs, tables, few = run.args
         # of their own, so that a graph does not keep buffers from being handed out again
         pairs = {layer: tuple(each.view_as(each) for each in pair) for layer, pair in pairs.items()}
         tables = {kind: tuple(each.view_as(each) for each in pair) for kind, pair in tables.items()}
-        held = [torch.empty_like(each) for each in inputs]
-        out = run(*inputs)
+        held = {name: torch.empty_like(each) for name, each in inputs.items()}
+        out = run(**inputs)
         run = partial(run.func, blocks, used, pairs, tables, few)
-        graph = SimpleNamespace(replay=lambda: out.copy_(run(*held)))
+        graph = SimpleNamespace(replay=lambda: out.copy_(run(**held)))
         return captured._Graph(graph, held, out)
 
     with pytest.MonkeyPatch.context() as patch:

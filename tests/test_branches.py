@@ -76,7 +76,7 @@ def check(model, execution, lengths, seed, nodes=NODES):
 
 
 @pytest.mark.parametrize("family", FEW_FAMILIES)
-@pytest.mark.parametrize("execution", ["modules", "fused"])
+@pytest.mark.parametrize("execution", ["modules", "fused", "captured"])
 def test_nodes_see_their_path_alone(family, execution):
     for seed, lengths in enumerate([(6,), (9, 4, 30)]):
         check(lively_model(family), execution, lengths, seed)

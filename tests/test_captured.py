@@ -10,12 +10,15 @@ from weakref import ref
 import pytest
 import torch
 from engines import Script, decoder, play, request
+from guesses import Guesses
 from models import FAMILIES, lively_model, prompt, tiny_model
 
 from layerskip import Lookup, SkipConfig
 from layerskip.api.generation import generate
 from layerskip.backends import captured, native_passes
+from layerskip.backends.fused import Fused
 from layerskip.bench import runner as benchmark
+from layerskip.decoding.controller import Controller
 from layerskip.decoding.passes import Passes
 from layerskip.model.sublayers import Sublayers
 
@@ -36,7 +39,7 @@ def captures(monkeypatch):
     made, real = [], captured._captured
 
     def spying(run, inputs, beside):
-        made.append(inputs[0].shape[1])
+        made.append(inputs["hidden"].shape[1])
         return real(run, inputs, beside)
 
     monkeypatch.setattr(captured, "_captured", spying)
@@ -96,6 +99,23 @@ def test_greedy_is_that_of_transformers(family, captures, sizes):
     assert torch.equal(got.sequences, want)
     assert got.stats.num_draft_tokens > got.stats.num_accepted_tokens > 0
     assert {*captures} == {1, 8}  # a draft step, and a verification pass of up to eight tokens
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(("longest", "nodes"), [(8, 16), (70, 64)])
+def test_trees_are_captured(rows, longest, nodes, captures, spied):
+    """Unless they have more than 64 nodes."""
+    model, ids = lively_model("gemma3"), prompt(9, rows=rows)
+    want = decode(model, ids, None, enabled=False, max_new_tokens=80).sequences
+    eager, controller = spied(Fused, "run", lambda _, hidden, *__: hidden.shape[1]), Controller()
+    controller.needs_confidence = False
+    how = {"controller": controller, "max_draft_length": longest, "max_new_tokens": 80}
+    how |= {"sources": [Guesses(want[:, 9:].tolist())], "lookup": False, "execution": "captured"}
+    got = generate(model, ids, return_dict_in_generate=True, **how)
+    assert torch.equal(got.sequences, want)
+    assert got.stats.num_accepted_tokens > 0
+    assert nodes in captures
+    assert {9} == {*eager} if longest < 64 else max(eager) == 71
 
 
 def test_a_second_call_captures_nothing(captures):

@@ -183,7 +183,7 @@ def test_rounded_experts_are_rounded_alone(bits, packed):
     weight = torch.randn(3, 17, 70, generator=torch.Generator().manual_seed(3))
     whole = rounded(weight, bits, packed=packed)
     assert whole.nbytes == rounded_bytes(weight, bits, packed=packed)
-    for one, part in zip(weight, whole.parts(3), strict=True):
+    for one, part in zip(weight, whole.chunk(3), strict=True):
         alone = rounded(one, bits, packed=packed)
         assert torch.equal(part.data, alone.data)
         assert torch.equal(part.widened(torch.float32), alone.widened(torch.float32))

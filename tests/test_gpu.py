@@ -11,6 +11,7 @@ from itertools import pairwise, product
 import pytest
 import torch
 from engines import SKIPS, check_caches, decoder, request
+from guesses import Guesses
 from kinds import CONFIGS, skip_of
 from models import FAMILIES, WINDOW, Erratic, lively_model, near, ragged
 from sampling import LEVEL, p_value, sample_texts
@@ -87,7 +88,9 @@ def placed(family, device, **changes):
 def test_greedy_tokens_are_the_librarys(family, device, execution):
     model, ids, mask = placed(family, device)
     want = library(model, ids, mask)
-    for settings in ({"skip": SKIPS["early exit"]}, {"controller": Erratic()}):
+    trees = {"skip": None, "sources": [Guesses(want[:, ids.shape[1] :].tolist())]}
+    low = {"skip": SkipConfig.low_precision(8)}
+    for settings in ({"skip": SKIPS["early exit"]}, {"controller": Erratic()}, trees, low):
         got = ours(model, ids, mask, execution=execution, **settings)
         assert got.sequences.device.type == device
         assert got.sequences.tolist() == want.tolist()
@@ -140,14 +143,17 @@ def test_trained_drafts_and_second_models(kind, device, tmp_path):
         assert sampled.sequences.tolist() == plain.sequences.tolist()
 
 
-def decoded(opened, ids, cuts):
+def decoded(opened, ids, cuts, bits):
     """Logits after the tokens from the first cut on, decoded in passes from cut to cut."""
+    blocks = [*opened.blocks, opened.head]
+    if bits is not None:
+        blocks = opened.weights.blocks(SkipConfig.low_precision(bits))
     cache, rotary = opened.new_cache(len(ids), 400), opened.rotary(400, 400)
     logits = []
     for first, end in pairwise([0, *cuts]):
         cache.place([first] * len(ids), end - first)
         step = opened.feed(ids[:, first:end], cache, rotary)
-        logits.append(opened.finish(*step, range(opened.num_sublayers)))
+        logits.append(opened.backend.run(*step, blocks))
         cache.prefilled = True
     return torch.cat(logits[1:], 1)
 
@@ -155,15 +161,16 @@ def decoded(opened, ids, cuts):
 @pytest.mark.gpu
 @pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-5), (torch.bfloat16, 0.03)])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_kernels_compute_what_fused_blocks_do(family, dtype, error):
+@pytest.mark.parametrize("bits", [None, 8, 4])
+def test_kernels_compute_what_fused_blocks_do(family, dtype, error, bits):
     """In several parts of an attention; a token has the same bits alone and among others."""
     model = lively_model(family, dtype=dtype).cuda()
     ids = torch.randint(3, 90, (2, 316), generator=torch.Generator().manual_seed(0)).cuda()
     own, library = Sublayers(model, "captured"), Sublayers(model, "fused")
     assert all(block.few is not None for block in own.blocks[::2])
     with torch.inference_mode():
-        got, want = (decoded(opened, ids, (300, 316)) for opened in (own, library))
-        alone = decoded(own, ids, range(300, 317))
+        got, want = (decoded(opened, ids, (300, 316), bits) for opened in (own, library))
+        alone = decoded(own, ids, range(300, 317), bits)
     assert (got - want).norm() < error * want.norm()
     assert torch.equal(alone, got)
 

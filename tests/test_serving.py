@@ -176,9 +176,9 @@ def test_passes_of_fewer_texts_than_before_are_captured(model, monkeypatch):
             outside.append(len(hidden))
         return run(self, hidden, step, blocks)
 
-    def captured(blocks, used, pairs, tables, few, hidden, *inputs):
+    def captured(blocks, used, pairs, tables, few, hidden, **inputs):
         rows.add(len(hidden))
-        return _pass(blocks, used, pairs, tables, few, hidden, *inputs)
+        return _pass(blocks, used, pairs, tables, few, hidden, **inputs)
 
     monkeypatch.setattr(Fused, "run", spy)
     monkeypatch.setattr("layerskip.backends.captured._pass", captured)

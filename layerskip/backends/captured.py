@@ -32,7 +32,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from layerskip.backends.base import Block, Step, Tables, Variant, composed, logit_transform
 from layerskip.backends.fused import Attention, Fused
 from layerskip.backends.norms import FusedRotary, for_heads, gathered
-from layerskip.cache.rows import RowCache, additive, capacity, causal
+from layerskip.cache.rows import RowCache, additive, capacity, causal, causal_on_paths
 from layerskip.families.architecture import Architecture
 from layerskip.families.family import LayerParts
 from layerskip.weights.draft_head import TrimmedHead
@@ -45,6 +45,7 @@ _ANY_LENGTH = [*_UNPLANNED, SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH]
 _GRAPHS = 256  # maximum number of passes whose graphs are kept for a model
 _TOKENS = 8  # minimum number of tokens of all rows in a pass over several of each
 _LONGEST = 64  # maximum number of tokens of a row; more are a prompt's, whose length will not recur
+_NODES = 64  # maximum number of nodes of a tree, as its paths are numbers of 64 bits
 _SHAPES = 8  # maximum number of shapes whose unused buffers are kept for a model
 _seconds = 0.0  # total time of captures in this process
 
@@ -67,7 +68,7 @@ def refusal(model: Architecture) -> str | None:
 
 
 class Captured(Fused):
-    """The fused blocks of a model on a GPU: all but the prefill and trees are captured.
+    """The fused blocks of a model on a GPU: all but the prefill and large trees are captured.
 
     Graphs are kept as long as the opened model lives. Its weights stay where they are as long.
     """
@@ -88,18 +89,24 @@ class Captured(Fused):
         return capacity(slots)
 
     def attention(self, part: LayerParts, variant: Variant) -> Any:
-        block = super().attention(part, variant)
-        own = self._kernels if variant.bits is None else None
-        return block if own is None else block._replace(few=own.attention(part))
+        block, own = super().attention(part, variant), self._kernels
+        return block._replace(few=own and own.attention(part, self._hold(variant.bits)))
 
     def mlp(self, part: LayerParts, variant: Variant) -> Block:
-        own = self._kernels if variant.bits is None else None
-        return _either(super().mlp(part, variant), own and own.mlp(part))
+        own = self._kernels
+        return _either(super().mlp(part, variant), own and own.mlp(part, self._hold(variant.bits)))
 
     def head(self, rows: TrimmedHead | None = None, bits: int | None = None) -> Block:
-        own = self._kernels if rows is None and bits is None else None
-        few = own and composed(own.head(self.model), logit_transform(self.model))
-        return _either(super().head(rows, bits), few)
+        block, own = super().head(rows, bits), self._kernels
+        if own is None:
+            return block
+        linear, spread = (self.model.unembedding, None) if rows is None else (rows, rows.spread)
+        logits = own.head(self.model, linear, self._hold(bits))
+        return _either(block, composed(logits, logit_transform(self.model), spread))
+
+    def _hold(self, bits: int | None) -> Callable[[Tensor], Any]:
+        """What kernels read in place of a weight."""
+        return (lambda weight: weight) if bits is None else partial(self.copies.of, bits=bits)
 
     def rotary_of(self, tables: Tables) -> FusedRotary:
         rotary = super().rotary_of(tables)
@@ -115,20 +122,24 @@ class Captured(Fused):
             with sdpa_kernel(_ANY_LENGTH, True):  # in this order
                 return super().run(hidden, step, blocks)
         rows, count = hidden.shape[:2]
-        inputs = [hidden, step.slots.contiguous()]
-        inputs += [] if step.inputs is None else [step.inputs]
+        inputs = {"hidden": hidden, "slots": step.slots.contiguous()}
+        if step.inputs is not None:
+            inputs["inputs"] = step.inputs
+        if cache.branches is not None:
+            inputs["positions"] = cache.positions(hidden.device)
+            inputs["paths"] = cache.branches.paths.to(hidden.device, non_blocking=True)
         room = min(1 << (rows - 1).bit_length(), cache.rows)
         least = _TOKENS // room if count > 1 else 1
         padding = room - rows, max(1 << (count - 1).bit_length(), least) - count
         if any(padding):  # written to the buffers' last slot, which no token ever has
-            values = 0, cache.size - 1, 0
-            inputs = [_padded(each, *padding, by) for each, by in zip(inputs, values, strict=False)]
+            by = {"slots": cache.size - 1}
+            inputs = {name: _padded(x, *padding, by.get(name, 0)) for name, x in inputs.items()}
         layers = dict.fromkeys(block.layer for block in blocks if isinstance(block, Attention))
         pairs = {layer: (cache.keys[layer][:room], cache.values[layer][:room]) for layer in layers}
         used = min(capacity(cache.end), cache.size) - 1
         tables = step.rotary.tables
         key = (
-            (tuple(blocks), inputs[0].shape, cache.size, used),
+            (tuple(blocks), inputs["hidden"].shape, *inputs, cache.size, used),
             tuple(each.data_ptr() for pair in (*pairs.values(), *tables.values()) for each in pair),
         )
 
@@ -145,9 +156,10 @@ class Captured(Fused):
 
 
 def _is_usual(cache: RowCache) -> bool:
-    """Whether a pass is neither over prompts nor over trees; its rows come first in the buffers."""
+    """Whether a pass is not over prompts or large trees; its rows come first in the buffers."""
     short = cache.prefilled and cache.count <= _LONGEST
-    return short and cache.branches is None and cache.active.start == 0
+    small = cache.branches is None or cache.branches.nodes <= _NODES
+    return short and small and cache.active.start == 0
 
 
 def _kernels(model: Architecture) -> Any:
@@ -212,17 +224,19 @@ class _Graph(NamedTuple):
     """A captured pass: where it reads its inputs, and where it writes its output."""
 
     graph: Any
-    inputs: list[Tensor]
+    inputs: dict[str, Tensor]  # by their names in `_pass`
     out: Tensor  # (B, T, H), or logits (B, T, V)
 
-    def replay(self, inputs: list[Tensor]) -> Tensor:
-        for held, each in zip(self.inputs, inputs, strict=True):
-            held.copy_(each)
+    def replay(self, inputs: dict[str, Tensor]) -> Tensor:
+        for name, held in self.inputs.items():
+            held.copy_(inputs[name])
         self.graph.replay()
         return self.out
 
 
-def _captured(run: Callable[..., Tensor], inputs: list[Tensor], shared: _Graph | None) -> _Graph:
+def _captured(
+    run: Callable[..., Tensor], inputs: dict[str, Tensor], shared: _Graph | None
+) -> _Graph:
     """Capture a pass; its memory is that of `shared`.
 
     The pass runs once before, as kernels cannot be compiled in a capture.
@@ -232,15 +246,15 @@ def _captured(run: Callable[..., Tensor], inputs: list[Tensor], shared: _Graph |
     """
     global _seconds
     start = time.perf_counter()
-    run(*inputs)
+    run(**inputs)
     with torch.inference_mode(False):
-        held = [torch.empty_like(each) for each in inputs]
+        held = {name: torch.empty_like(each) for name, each in inputs.items()}
     graph = torch.cuda.CUDAGraph()
     pool = None if shared is None else shared.graph.pool()
     try:
         alone = torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local")
         with sdpa_kernel([*_UNPLANNED, SDPBackend.MATH], True), alone:
-            out = run(*held)
+            out = run(**held)
     except RuntimeError as error:
         error.add_note("while a pass was captured; execution='fused' captures nothing")
         raise
@@ -264,24 +278,31 @@ def _pass(
     hidden: Tensor,  # (B, T, H)
     slots: Tensor,  # (B, T)
     inputs: Tensor | None = None,  # (B, T, L, P)
+    positions: Tensor | None = None,  # of a tree's nodes, (B, T)
+    paths: Tensor | None = None,  # (B, T), see `Branches.paths`
 ) -> Tensor:
     rows = torch.arange(hidden.shape[0], device=hidden.device)[:, None]  # (B, 1)
     places = torch.arange(used, device=hidden.device)  # (U,)
     rope: Tables = {}
     masks: dict[tuple[int | None, int], Tensor] = {}
     step = _Step(inputs, few)
+    at, sees = slots, causal
+    if positions is not None and paths is not None:
+        bits = paths[..., None] >> torch.arange(_NODES, device=paths.device)  # (B, T, N)
+        at, sees = positions, partial(causal_on_paths, sees=(bits & 1) > 0)
     for block in blocks:
         if not isinstance(block, Attention):
             hidden = block(hidden, step)
             continue
         keys, values = pairs[block.layer]
         if block.few is not None and few:
-            hidden = block.few(hidden, slots, keys, values, used, tables[block.kind])
+            cached = keys, values, used, tables[block.kind]
+            hidden = block.few(hidden, slots, positions, paths, *cached)
             continue
         seen = block.window, block.sink
         if seen not in masks:
-            masks[seen] = additive(causal(slots, places, *seen), hidden.dtype)  # (B, 1, T, U)
-        rope = rope or for_heads(gathered(tables, slots))
+            masks[seen] = additive(sees(at, places, *seen), hidden.dtype)  # (B, 1, T, U)
+        rope = rope or for_heads(gathered(tables, at))
         q, k, v = block.inputs(hidden, rope[block.kind])
         if block.writes:
             keys[rows, :, slots] = k.transpose(1, 2)

@@ -23,60 +23,109 @@ from layerskip.backends.fused import activation
 from layerskip.backends.norms import weight_and_epsilon
 from layerskip.families.architecture import Architecture
 from layerskip.families.family import LayerParts
+from layerskip.weights.rounded import GROUP, Rounded
 
 DTYPES = (torch.bfloat16, torch.float32)
-_ROWS = 16  # of a weight in one program
 _SPLIT = 128  # slots in one program of an attention; buffers in use are multiples of 256
 
 Norm = tuple[Tensor | None, float, float]
 """The weight (H,) of a norm, its epsilon, and what is added to the weight."""
-Attend = Callable[[Tensor, Tensor, Tensor, Tensor, int, tuple[Tensor, Tensor]], Tensor]
-"""Maps states (B, T, H), slots (B, T), keys and values (B, K, S, D), U, and angles (1, S, R)."""
+Attend = Callable[..., Tensor]
+"""Maps states (B, T, H), slots (B, T), positions and paths (B, T) of the nodes of trees, or None,
+keys and values (B, K, S, D), U, and angles (1, S, R)."""
+Weight = Tensor | Rounded
+Hold = Callable[[Tensor], Weight]
+"""Maps a weight (R, C) of the model to what is read in its place."""
+
+
+@triton.jit
+def _halves(
+    weight, steps, wide, real, start, groups, kind: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The numbers of rows in 4 bits: in the low halves of bytes, (ROWS, COLUMNS / 2), and the high.
+
+    High ones stay where they are, so that the bytes of a word are converted together.
+    """
+    byte = start // 2 + tl.arange(0, COLUMNS // 2)
+    inside = real[:, None] & (byte < groups * 16)[None, :]
+    pairs = tl.load(weight + wide * (groups * 16) + byte[None, :], inside, 0)
+    group = start // 32 + tl.arange(0, COLUMNS // 32)
+    inside = real[:, None] & (group < groups)[None, :]
+    by = tl.load(steps + wide * groups + group[None, :], inside, 0.0).to(kind)[:, :, None]
+    low = (pairs & 15).to(kind) - 8
+    high = ((pairs ^ -128) & -16).to(kind)  # 16 times as large
+    low = tl.reshape(low, (ROWS, COLUMNS // 32, 16)) * by
+    high = tl.reshape(high, (ROWS, COLUMNS // 32, 16)) * (by * 0.0625)
+    return tl.reshape(low, (ROWS, COLUMNS // 2)), tl.reshape(high, (ROWS, COLUMNS // 2))
 
 
 @triton.jit(do_not_specialize=["m"])
 def _product(
-    x, scale, w0, w1, w2, b0, b1, b2, residual, out, m, h, n0, n1, n2, epsilon, plus, by,
-    GATE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    x, scale, w0, w1, w2, s0, s1, s2, b0, b1, b2, residual, out, m, h, groups, n0, n1, n2, epsilon,
+    plus, by, BITS: tl.constexpr, GATE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Products of normalised inputs (M, H) with up to three weights, side by side (M, R)."""
     token = tl.program_id(0) * 16 + tl.arange(0, 16)
     block = tl.program_id(1)
-    weight, bias, count, first = w0, b0, n0, 0
+    weight, steps, bias, count, first = w0, s0, b0, n0, 0
     if GATE == 0 and w1 is not None:
         blocks = tl.cdiv(n0, ROWS)
         if block >= blocks:
-            weight, bias, count, first, block = w1, b1, n1, n0, block - blocks
+            weight, steps, bias, count, first, block = w1, s1, b1, n1, n0, block - blocks
             if w2 is not None:
                 blocks = tl.cdiv(n1, ROWS)
                 if block >= blocks:
-                    weight, bias, count, first, block = w2, b2, n2, n0 + n1, block - blocks
+                    weight, steps, bias, count = w2, s2, b2, n2
+                    first, block = n0 + n1, block - blocks
     row = block * ROWS + tl.arange(0, ROWS)
     real, known = row < count, token < m
     sums = tl.zeros((ROWS, 16), tl.float32)
     others = tl.zeros((ROWS, 16), tl.float32)
     squares = tl.zeros((16,), tl.float32)
+    wide, stride = row.to(tl.int64)[:, None], h
+    kind: tl.constexpr = out.dtype.element_ty
+    if BITS == 8:
+        stride = groups * 32
     for start in range(0, h, COLUMNS):
-        column = start + tl.arange(0, COLUMNS)
-        inside = column < h
-        where = token[None, :] * h + column[:, None]
-        inputs = tl.load(x + where, inside[:, None] & known[None, :], 0.0)  # (COLUMNS, 16)
-        if scale is not None:
-            wide = inputs.to(tl.float32)
-            squares += tl.sum(wide * wide, 0)
-            factor = tl.load(scale + column, inside, 0.0).to(tl.float32) + plus
-            inputs = (wide * factor[:, None]).to(inputs.dtype)
-        place = row.to(tl.int64)[:, None] * h + column[None, :]
-        mask = real[:, None] & inside[None, :]
-        sums = tl.dot(tl.load(weight + place, mask, 0.0), inputs, sums, input_precision="ieee")
+        if BITS == 4:
+            byte = start // 2 + tl.arange(0, COLUMNS // 2)
+            column = byte // 16 * 32 + byte % 16
+            where = x + token[None, :] * h + column[:, None]
+            low_inputs = tl.load(where, (column < h)[:, None] & known[None, :], 0.0)
+            high_inputs = tl.load(where + 16, (column + 16 < h)[:, None] & known[None, :], 0.0)
+            low, high = _halves(weight, steps, wide, real, start, groups, kind, ROWS, COLUMNS)
+            sums = tl.dot(low, low_inputs, sums, input_precision="ieee")
+            sums = tl.dot(high, high_inputs, sums, input_precision="ieee")
+            if GATE != 0:
+                low, high = _halves(w1, s1, wide, real, start, groups, kind, ROWS, COLUMNS)
+                others = tl.dot(low, low_inputs, others, input_precision="ieee")
+                others = tl.dot(high, high_inputs, others, input_precision="ieee")
+        else:
+            column = start + tl.arange(0, COLUMNS)
+            inside = column < h
+            where = token[None, :] * h + column[:, None]
+            inputs = tl.load(x + where, inside[:, None] & known[None, :], 0.0)  # (COLUMNS, 16)
+            if scale is not None:
+                floats = inputs.to(tl.float32)
+                squares += tl.sum(floats * floats, 0)
+                factor = tl.load(scale + column, inside, 0.0).to(tl.float32) + plus
+                inputs = (floats * factor[:, None]).to(kind)
+            place = wide * stride + column[None, :]
+            mask = real[:, None] & inside[None, :]
+            numbers = tl.load(weight + place, mask, 0).to(kind)
+            sums = tl.dot(numbers, inputs, sums, input_precision="ieee")
+            if GATE != 0:
+                numbers = tl.load(w1 + place, mask, 0).to(kind)
+                others = tl.dot(numbers, inputs, others, input_precision="ieee")
+    if BITS == 8:
+        sums *= tl.load(steps + row, real, 0.0).to(tl.float32)[:, None]
         if GATE != 0:
-            beside = tl.load(w1 + place, mask, 0.0)
-            others = tl.dot(beside, inputs, others, input_precision="ieee")
+            others *= tl.load(s1 + row, real, 0.0).to(tl.float32)[:, None]
     if scale is not None:
         factor = tl.rsqrt(squares / h + epsilon)[None, :]
         sums *= factor
         others *= factor
-    kind = out.dtype.element_ty
     if b0 is not None:
         sums += tl.load(bias + row, real, 0.0).to(tl.float32)[:, None]
         if GATE != 0:
@@ -101,7 +150,7 @@ def _product(
 
 @triton.jit
 def _normalised(x, scale, residual, out, h, epsilon, plus, by, WIDTH: tl.constexpr):
-    """`residual` plus `by` times the norm of a token (H,)."""
+    """The norm of a token (H,), or `residual` plus `by` times it."""
     place = tl.program_id(0) * h + tl.arange(0, WIDTH)
     column = tl.arange(0, WIDTH)
     inside = column < h
@@ -109,20 +158,21 @@ def _normalised(x, scale, residual, out, h, epsilon, plus, by, WIDTH: tl.constex
     factor = tl.load(scale + column, inside, 0.0).to(tl.float32) + plus
     wide *= tl.rsqrt(tl.sum(wide * wide, 0) / h + epsilon) * factor
     wide = wide.to(out.dtype.element_ty).to(tl.float32)
-    added = tl.load(residual + place, inside, 0.0).to(tl.float32)
-    tl.store(out + place, (added + by * wide).to(out.dtype.element_ty), inside)
+    if residual is not None:
+        wide = tl.load(residual + place, inside, 0.0).to(tl.float32) + by * wide
+    tl.store(out + place, wide.to(out.dtype.element_ty), inside)
 
 
 @triton.jit(do_not_specialize=["t"])
 def _turn(
-    heads, q_scale, k_scale, cos, sin, slots, q, keys, values, t, n, k, d, r, by_row, by_head,
-    epsilon, plus, WIDTH: tl.constexpr,
+    heads, q_scale, k_scale, cos, sin, slots, positions, q, keys, values, t, n, k, d, r, by_row,
+    by_head, epsilon, plus, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Normalise and rotate a head of a token: queries to (B, N, T, D), the rest to the buffers."""
     token, head = tl.program_id(0), tl.program_id(1)
     i = tl.arange(0, WIDTH)
     inside = i < d
-    slot = tl.load(slots + token)
+    slot, position = tl.load(slots + token), tl.load(positions + token)
     source = heads + (token * (n + 2 * k) + head) * d
     x = tl.load(source + i, inside, 0.0).to(tl.float32)
     held = (token // t) * by_row + slot * d + i  # in the buffers
@@ -139,8 +189,8 @@ def _turn(
             factor = tl.rsqrt(tl.sum(x * x, 0) / d + epsilon)
             x *= factor * (tl.load(scale + i, inside, 0.0).to(tl.float32) + plus)
             y *= factor * (tl.load(scale + j, inside, 0.0).to(tl.float32) + plus)
-        x *= tl.load(cos + slot * r + i, turned, 1.0).to(tl.float32)
-        x += y * tl.load(sin + slot * r + i, turned, 0.0).to(tl.float32)
+        x *= tl.load(cos + position * r + i, turned, 1.0).to(tl.float32)
+        x += y * tl.load(sin + position * r + i, turned, 0.0).to(tl.float32)
         if head < n:
             place = ((token // t) * n + head) * t + token % t
             tl.store(q + place * d + i, x.to(q.dtype.element_ty), inside)
@@ -148,32 +198,55 @@ def _turn(
             tl.store(keys + held + (head - n) * by_head, x.to(q.dtype.element_ty), inside)
 
 
+@triton.jit
+def _nodes(path):
+    """The 64 bits of a path: whether it has each node."""
+    return ((path >> tl.arange(0, 64)) & 1).to(tl.int32)
+
+
 @triton.jit(do_not_specialize=["t"])
 def _attend(
-    q, keys, values, slots, sums, largest, totals, t, k, g, d, by_row, by_head, scale, cap, window,
-    sink, CAPPED: tl.constexpr, NEAR: tl.constexpr, SPLIT: tl.constexpr, WIDTH: tl.constexpr,
+    q, keys, values, positions, paths, sums, largest, totals, t, k, g, d, by_row, by_head, scale,
+    cap, window, sink, CAPPED: tl.constexpr, NEAR: tl.constexpr, SPLIT: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Attention of 16 queries of a key head to `SPLIT` slots: sums before they are divided."""
-    pair, split = tl.program_id(0), tl.program_id(2)
-    query = tl.program_id(1) * 16 + tl.arange(0, 16)
+    """Attention of 16 queries of a key head to `SPLIT` positions: sums before they are divided.
+
+    The nodes of a tree have the positions of a row from its root on. Nodes see different ones
+    there, so those queries are of one token, for which the slots of its path are put in order.
+    """
+    pair, block, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    query = block * 16 + tl.arange(0, 16)
     real = query < g * t
+    start, first = split * SPLIT, (pair // k) * t
+    if paths is not None:
+        root = tl.load(positions + first) + 1 - tl.sum(_nodes(tl.load(paths + first)), 0)
+        node = _nodes(tl.load(paths + first + block % t))
+        depth = tl.where(node == 1, tl.cumsum(node, 0) - 1, -1)
+        if start + SPLIT > root:
+            head = block // t * 16 + tl.arange(0, 16)
+            query = head * t + block % t
+            real = head < g
     i = tl.arange(0, WIDTH)
     inside = i < d
-    slot = tl.load(slots + (pair // k) * t + query % t, real, -1)
+    slot = tl.load(positions + first + query % t, real, -1)
     place = pair * g * t + query
-    held = tl.load(q + place[:, None] * d + i[None, :], real[:, None] & inside[None, :], 0.0)
+    queries = tl.load(q + place[:, None] * d + i[None, :], real[:, None] & inside[None, :], 0.0)
     base = (pair // k).to(tl.int64) * by_row + (pair % k) * by_head
     most = tl.full((16,), float("-inf"), tl.float32)
     total = tl.zeros((16,), tl.float32)
     acc = tl.zeros((16, WIDTH), tl.float32)
-    start = split * SPLIT
     end = tl.minimum(start + SPLIT, tl.max(slot, 0) + 1)
     for at in range(start, end, 64):
         s = at + tl.arange(0, 64)
         mask = (s < end)[:, None] & inside[None, :]
-        where = base + s[:, None] * d + i[None, :]
+        held = s
+        if paths is not None:
+            of = depth[None, :] == (s - root).to(tl.int32)[:, None]  # (64 positions, 64 nodes)
+            held = tl.where(s < root, s, root + tl.sum(tl.where(of, tl.arange(0, 64), 0), 1))
+        where = base + held[:, None] * d + i[None, :]
         key = tl.load(keys + where, mask, 0.0)  # (64, D)
-        scores = tl.dot(held, tl.trans(key), input_precision="ieee") * scale  # (16, 64)
+        scores = tl.dot(queries, tl.trans(key), input_precision="ieee") * scale  # (16, 64)
         if CAPPED:  # tanh
             scores = cap * (2 * tl.sigmoid(2 * scores / cap) - 1)
         seen = s[None, :] <= slot[:, None]
@@ -220,7 +293,7 @@ def _joined(sums, largest, totals, out, t, k, g, d, splits, WIDTH: tl.constexpr)
 
 def product(
     x: Tensor,  # (M, H)
-    modules: Sequence[tuple[Tensor, Tensor | None]],  # weights and biases
+    modules: Sequence[tuple[Weight, Tensor | None]],  # weights and biases
     norm: Norm | None = None,
     residual: Tensor | None = None,  # (M, R)
     by: float = 1.0,
@@ -233,17 +306,37 @@ def product(
         gate: 1 for SiLU, 2 for GELU (tanh), of the first product, times the second; 0 for none.
     """
     weights, biases = zip(*modules, strict=True)
-    counts = [*map(len, weights), 0, 0][:3]
+    bits = weights[0].bits if isinstance(weights[0], Rounded) else 0
+    block, warps = (32, 2) if bits else (16, 4)  # rows of a weight in one program
+    if bits and norm is not None:  # it would be most of the work beside so few bytes
+        x, norm = _norms(x, norm), None
+    data, steps = zip(*map(_read, weights), strict=True)
+    counts = [*map(len, data), 0, 0][:3]
     width = counts[0] if gate else sum(counts)
     out = x.new_empty(len(x), width)  # (M, R)
-    blocks = sum(-(-count // _ROWS) for count in counts[: 1 if gate else 3])
+    blocks = sum(-(-count // block) for count in counts[: 1 if gate else 3])
     rest = [None] * (3 - len(weights))
     scale, epsilon, plus = norm or (None, 0.0, 0.0)
     _product[-(-len(x) // 16), blocks](
-        x, scale, *weights, *rest, *biases, *rest, residual, out, len(x), x.shape[1], *counts,
-        epsilon, plus, by, gate, _ROWS, 512 // x.dtype.itemsize,
+        x, scale, *data, *rest, *steps, *rest, *biases, *rest, residual, out, len(x), x.shape[1],
+        -(-x.shape[1] // GROUP), *counts, epsilon, plus, by, bits, gate, block,
+        512 // x.dtype.itemsize, num_warps=warps,
     )  # fmt: skip
     return out
+
+
+def _norms(x: Tensor, norm: Norm, residual: Tensor | None = None, by: float = 1.0) -> Tensor:
+    """The norms of tokens (M, H), or `residual` plus `by` times them."""
+    out, width = torch.empty_like(x), triton.next_power_of_2(x.shape[1])
+    _normalised[(len(x),)](x, norm[0], residual, out, x.shape[1], *norm[1:], by, width)
+    return out
+
+
+def _read(weight: Weight) -> tuple[Tensor, Tensor | None]:
+    """The numbers of a weight, and the steps between rounded ones."""
+    if isinstance(weight, Rounded):
+        return weight.data.view(torch.int8), weight.scales
+    return weight, None
 
 
 def _norm(module: Any, style: str) -> Norm | None:
@@ -251,39 +344,37 @@ def _norm(module: Any, style: str) -> Norm | None:
     return None if module is None else (*weight_and_epsilon(module), plus)
 
 
-def _pairs(modules: Sequence[Any]) -> list[tuple[Tensor, Tensor | None]]:
-    return [(each.weight, each.bias) for each in modules]
+def _pairs(modules: Sequence[Any], hold: Hold) -> list[tuple[Weight, Tensor | None]]:
+    return [(hold(each.weight), each.bias) for each in modules]
 
 
 def _flat(hidden: Tensor) -> Tensor:
     return hidden.contiguous().view(-1, hidden.shape[-1])  # (M, H)
 
 
-def _added(part: LayerParts, linear: Any, norm: Any) -> Callable[[Tensor, Tensor], Tensor]:
+def _added(
+    part: LayerParts, linear: Any, norm: Any, hold: Hold
+) -> Callable[[Tensor, Tensor], Tensor]:
     """A sublayer's last product, the norm after it, and the residual add: (M, H)."""
-    modules, by, after = _pairs([linear]), part.residual, _norm(norm, part.family.norm)
+    modules, by, after = _pairs([linear], hold), part.residual, _norm(norm, part.family.norm)
 
     def added(residual: Tensor, x: Tensor) -> Tensor:
         if after is None:
             return product(x, modules, None, residual, by)
-        x, out = product(x, modules), torch.empty_like(residual)
-        width = triton.next_power_of_2(x.shape[1])
-        _normalised[(len(x),)](x, after[0], residual, out, x.shape[1], *after[1:], by, width)
-        return out
+        return _norms(product(x, modules), after, residual, by)
 
     return added
 
 
-def attention(part: LayerParts) -> Attend | None:
+def attention(part: LayerParts, hold: Hold) -> Attend | None:
     """The kernels of an attention sublayer; None if it needs more than they compute."""
     module, family = part.attention, part.family
     q_norm, k_norm, v_norm = part.head_norms
     width, groups = module.head_dim, module.num_key_value_groups
     heads = module.o_proj.weight.shape[1] // width  # N
     held = heads // groups  # K
-    modules = _pairs(part.projections)
-    usual = sum(len(weight) for weight, _ in modules) == (heads + 2 * held) * width
-    same_bias = len({bias is None for _, bias in modules}) == 1
+    usual = sum(len(each.weight) for each in part.projections) == (heads + 2 * held) * width
+    same_bias = len({each.bias is None for each in part.projections}) == 1
     if not usual or not same_bias or v_norm is not None or width > 256:
         return None
     if part.sinks is not None or part.gate is not None:
@@ -292,29 +383,39 @@ def attention(part: LayerParts) -> Attend | None:
         return None
     if q_norm is not None and len(q_norm.weight) != width:  # one norm of all heads
         return None
-    before, add = _norm(part.before, family.norm), _added(part, module.o_proj, part.after)
+    modules, before = _pairs(part.projections, hold), _norm(part.before, family.norm)
+    add = _added(part, module.o_proj, part.after, hold)
     q_scale, *scaled = _norm(q_norm, family.norm) or (None, 0.0, 0.0)
     k_scale = None if k_norm is None else k_norm.weight
     cap, window = part.score_cap, part.window
     padded = max(16, triton.next_power_of_2(width))
 
     def run(
-        hidden: Tensor, slots: Tensor, keys: Tensor, values: Tensor, used: int, angles: Any
+        hidden: Tensor,
+        slots: Tensor,
+        positions: Tensor | None,
+        paths: Tensor | None,
+        keys: Tensor,
+        values: Tensor,
+        used: int,
+        angles: Any,
     ) -> Tensor:
         rows, count, _ = hidden.shape
         tokens, splits = rows * count, -(-used // _SPLIT)
+        positions = slots if positions is None else positions
+        blocks = -(-groups * count // 16) if paths is None else -(-groups // 16) * count
         by_row, by_head = keys.stride(0), keys.stride(1)
         x = product(_flat(hidden), modules, before)  # (M, (N + 2K) D)
         q = x.new_empty(rows, heads, count, width)  # (B, N, T, D)
         _turn[tokens, heads + 2 * held](
-            x, q_scale, k_scale, *angles, slots, q, keys, values, count, heads, held, width,
-            angles[0].shape[-1], by_row, by_head, *scaled, padded, num_warps=1,
+            x, q_scale, k_scale, *angles, slots, positions, q, keys, values, count, heads, held,
+            width, angles[0].shape[-1], by_row, by_head, *scaled, padded, num_warps=1,
         )  # fmt: skip
         sums = x.new_empty(tokens * heads, splits, width, dtype=torch.float32)
         largest, totals = sums.new_empty(2, tokens * heads, splits)
-        _attend[rows * held, -(-groups * count // 16), splits](
-            q, keys, values, slots, sums, largest, totals, count, held, groups, width, by_row,
-            by_head, module.scaling, cap or 0.0, window or 0, part.sink, cap is not None,
+        _attend[rows * held, blocks, splits](
+            q, keys, values, positions, paths, sums, largest, totals, count, held, groups, width,
+            by_row, by_head, module.scaling, cap or 0.0, window or 0, part.sink, cap is not None,
             window is not None, _SPLIT, padded,
         )  # fmt: skip
         out = x.new_empty(tokens, heads * width)  # (M, N D)
@@ -326,17 +427,19 @@ def attention(part: LayerParts) -> Attend | None:
     return run
 
 
-def mlp(part: LayerParts) -> Block | None:
+def mlp(part: LayerParts, hold: Hold) -> Block | None:
     """The kernels of a dense MLP sublayer, or None."""
     activate = activation(part.activation)
     tanh = isinstance(activate, partial)  # GELU
     if part.tail or not part.family.gated or not (tanh or activate is F.silu):
         return None
-    modules, gate = _pairs(part.expansions), 2 if tanh else 1
+    modules, gate = _pairs(part.expansions, hold), 2 if tanh else 1
     if len(modules) == 1:  # both in one
         (weight, bias), both = modules[0], (None, None)
-        modules = [*zip(weight.chunk(2), both if bias is None else bias.chunk(2), strict=True)]
-    before, add = _norm(part.pre, part.family.norm), _added(part, part.mlp.down_proj, part.post)
+        halves: Sequence[Weight] = weight.chunk(2)
+        modules = [*zip(halves, both if bias is None else bias.chunk(2), strict=True)]
+    before = _norm(part.pre, part.family.norm)
+    add = _added(part, part.mlp.down_proj, part.post, hold)
 
     def run(hidden: Tensor, _: Any) -> Tensor:
         x = _flat(hidden)
@@ -345,8 +448,7 @@ def mlp(part: LayerParts) -> Block | None:
     return run
 
 
-def head(model: Architecture) -> Callable[[Tensor], Tensor]:
-    """The final norm and the head, (B, T, H) to (B, T, V)."""
-    norm = _norm(model.decoder.norm, model.family.norm_of_head)
-    modules = _pairs([model.unembedding])
+def head(model: Architecture, linear: Any, hold: Hold) -> Callable[[Tensor], Tensor]:
+    """The final norm and the head, or some rows of it, (B, T, H) to (B, T, V)."""
+    norm, modules = _norm(model.decoder.norm, model.family.norm_of_head), _pairs([linear], hold)
     return lambda x: product(_flat(x), modules, norm).view(*x.shape[:2], -1)

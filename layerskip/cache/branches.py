@@ -61,6 +61,12 @@ class Branches:
                 seen[row, node, node] = True
         return seen
 
+    @cached_property
+    def paths(self) -> Tensor:
+        """`sees` of the pass's tokens, each as the bits of a number, (B, T); for up to 64 nodes."""
+        bits = self.sees[:, self.first :].long() << torch.arange(self.nodes)  # (B, T, N)
+        return bits.sum(-1)
+
 
 def depths(parents: Sequence[int]) -> list[int]:
     """Distances of the root and of nodes 1, 2, ... from the root."""

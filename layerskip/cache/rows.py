@@ -426,40 +426,48 @@ class RowCache:
             slots = bases + torch.arange(self._extent(), device=device)  # (B, S)
         if self.branches is None:
             return causal(queries, slots, window, sink)
-        return self._seen(self.branches, queries, slots, window, sink)
-
-    def _seen(
-        self, branches: Branches, queries: Tensor, slots: Tensor, window: int | None, sink: int
-    ) -> Tensor:
-        """`causal`, where the slots from the root on belong to a tree's nodes."""
-        device, root = slots.device, self._roots(slots.device)  # (B, 1)
-        node = (slots - root).clamp(max=branches.nodes - 1)  # (B, S), below 0 before the root
-        inside_node = node.clamp_min(0)
-        node_places = root + self._depths(device).gather(1, inside_node)  # (B, S)
-        places = torch.where(node < 0, slots, node_places)  # (B, S)
-        sees = branches.sees[:, branches.first :].to(device)  # (B, T, N)
-        sees = sees.gather(2, inside_node[:, None].expand(-1, sees.shape[1], -1))  # (B, T, S)
-        inside = slots < root + branches.nodes  # (B, S): shorter rows have fewer slots
-        sees = (node < 0)[:, None] | (sees & inside[:, None])  # (B, T, S)
-        return causal(queries, places, window, sink) & sees[:, None]
+        sees = self.branches.sees[:, self.branches.first :].to(device)  # (B, T, N)
+        return causal_on_paths(queries, slots, window, sink, sees)
 
 
 def causal(queries: Tensor, slots: Tensor, window: int | None, sink: int = 0) -> Tensor:
     """Whether queries at slots (B, T) see each of the given slots, (B, 1, T, S) bool.
 
-    The slots are (S,) or (B, S).
+    The slots are (S,), (B, S) or (B, T, S).
 
     Args:
         window: number of most recent slots that a query sees, including its own; None: all.
         sink: number of first slots that it sees in addition.
     """
     queries = queries[:, None, :, None]  # (B, 1, T, 1)
-    slots = slots if slots.dim() == 1 else slots[:, None, None]  # (S,) or (B, 1, 1, S)
+    if slots.dim() > 1:
+        slots = slots.reshape(len(slots), 1, -1, slots.shape[-1])  # (B, 1, 1 or T, S)
     past = slots <= queries  # (B, 1, T, S)
     if window is None:
         return past
     near = slots > queries - window
     return past & (near | (slots < sink) if sink else near)
+
+
+def causal_on_paths(
+    queries: Tensor, slots: Tensor, window: int | None, sink: int, sees: Tensor
+) -> Tensor:
+    """`causal`, where a row's slots from its root on belong to a tree's nodes.
+
+    Args:
+        queries: positions of nodes, (B, T).
+        slots: (S,) or (B, S).
+        sees: whether the path of each has each node of the tree, (B, T, N).
+    """
+    depths = sees.long().cumsum(-1) - 1  # (B, T, N)
+    root = (queries - depths[..., -1])[:, :1]  # (B, 1)
+    node = slots - root  # (B, S), below 0 before the root
+    before, inside = (node < 0)[:, None], (node < sees.shape[-1])[:, None]  # (B, 1, S)
+    at = node.clamp(0, sees.shape[-1] - 1)[:, None].expand(-1, sees.shape[1], -1)  # (B, T, S)
+    slots = slots.expand_as(node)[:, None]  # (B, 1, S)
+    places = torch.where(before, slots, root[..., None] + depths.gather(2, at))  # (B, T, S)
+    known = before | (sees.gather(2, at) & inside)  # shorter rows have fewer slots
+    return causal(queries, places, window, sink) & known[:, None]
 
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:

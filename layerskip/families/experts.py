@@ -162,7 +162,7 @@ def exact_products(weight: Tensor) -> Callable[[int], Function]:
 
 def rounded_products(rounded: Rounded, count: int) -> Callable[[int], Function]:
     """The products with each expert's part of a rounded weight, by its number."""
-    return [part.linear(None) for part in rounded.parts(count)].__getitem__
+    return [part.linear(None) for part in rounded.chunk(count)].__getitem__
 
 
 def sum_of_experts(

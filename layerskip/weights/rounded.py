@@ -46,28 +46,37 @@ class Rounded:
     """A rounded weight (R, C); for an expert weight (E, R, C) all experts together, (E R, C).
 
     Attributes:
-        data: numbers and scales, uint8: in rows of a format of `codes.h`, (R, bytes of a row), or
-            packed in panels for native products, (bytes,).
+        data: the numbers, (R, bytes of a row), uint8. In 8 bits each has a byte; in 4 bits, plus 8,
+            the first 16 of a group have the low halves of 16 bytes, the others the high halves.
+            Rows have whole groups. If packed, numbers and scales in panels, (bytes,).
+        scales: (R, 1) or (R, G); None if packed.
     """
 
     bits: int
     shape: tuple[int, int]
     data: Tensor
-    packed: bool = False
+    scales: Tensor | None = None
+
+    @property
+    def packed(self) -> bool:
+        return self.scales is None
 
     @property
     def nbytes(self) -> int:
-        return self.data.nbytes
+        return self.data.nbytes + (0 if self.scales is None else self.scales.nbytes)
 
-    def parts(self, count: int) -> list[Rounded]:
+    def chunk(self, count: int) -> list[Rounded]:
         shape = (self.shape[0] // count, self.shape[1])
-        return [Rounded(self.bits, shape, part, self.packed) for part in self.data.chunk(count)]
+        scales = [None] * count if self.scales is None else self.scales.chunk(count)
+        pairs = zip(self.data.chunk(count), scales, strict=True)
+        return [Rounded(self.bits, shape, *pair) for pair in pairs]
 
     def widened(self, dtype: torch.dtype) -> Tensor:
-        rows = self.data
-        if self.packed:
-            rows = extension().restored(rows, *self.shape, f"R{self.bits}")
-        return _widened(rows, self.bits, self.shape[1], dtype)  # (R, C)
+        data, scales = self.data, self.scales
+        if scales is None:
+            rows = extension().restored(data, *self.shape, f"R{self.bits}")
+            data, scales = _apart(rows, self.bits)
+        return _widened(data, scales, self.bits, self.shape[1], dtype)  # (R, C)
 
     def linear(self, bias: Tensor | None) -> Function:
         """Multiply inputs (..., C) by the widened weight, (..., R).
@@ -85,19 +94,21 @@ def rounded(weight: Tensor, bits: int, *, packed: bool = False) -> Rounded:
     # In chunks, each joined to the others at once, so that rounding needs little memory.
     step = max(ROWS, _CHUNK // max(1, columns) // ROWS * ROWS)
     length = rounded_bytes(weight, bits, packed=True) if packed else rows
-    data, end = None, 0
+    joined, end = list[Tensor](), 0
     with torch.inference_mode(False), torch.no_grad():
         # Each expert separately, so that in packed numbers it begins with a panel.
         each = weight.detach() if experts else [weight.detach()]
         for some in (some for one in each for some in one.split(step)):
-            made = _rounded(some, bits)
+            data, scales = _rounded(some, bits)
+            made = [data, scales]
             if packed:
-                made = extension().arranged(made, f"R{bits}", columns)
-            if data is None:
-                data = made.new_empty(length, *made.shape[1:])
-            data[end : (end := end + len(made))] = made
-    assert data is not None
-    return Rounded(bits, (rows, columns), data, packed)
+                stored = _together(data, scales, bits)
+                made = [extension().arranged(stored, f"R{bits}", columns)]
+            joined = joined or [each.new_empty(length, *each.shape[1:]) for each in made]
+            for whole, part in zip(joined, made, strict=True):
+                whole[end : end + len(part)] = part
+            end += len(made[0])
+    return Rounded(bits, (rows, columns), *joined)
 
 
 def rounded_bytes(weight: Tensor, bits: int, *, packed: bool = False) -> int:
@@ -112,14 +123,14 @@ def rounded_bytes(weight: Tensor, bits: int, *, packed: bool = False) -> int:
     return -(-rows // ROWS) * (-(-ROWS * scales // 64) * 64 + ROWS * width * bits // 8)
 
 
-def _rounded(weight: Tensor, bits: int) -> Tensor:
-    """A weight (R, C) in the rows of a format of `codes.h`, (R, bytes of a row)."""
+def _rounded(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """The numbers and scales of a weight (R, C), as in `Rounded`."""
     exact = weight.to(torch.promote_types(weight.dtype, torch.float32))
     exact = F.pad(exact, (0, -exact.shape[1] % GROUP)) if exact.shape[1] % GROUP else exact
     if bits == 8:
         scales = (exact.abs().amax(-1, keepdim=True) / 127).bfloat16()  # (R, 1)
         numbers = _numbers(exact, scales, -127, 127).to(torch.int8)
-        return torch.cat((numbers.view(torch.uint8), scales.view(torch.uint8)), -1)
+        return numbers.view(torch.uint8), scales
     groups = exact.unflatten(1, (-1, GROUP))  # (R, G, 32)
     largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))  # (R, G, 1)
     best, least = largest, torch.full_like(largest, float("inf"))
@@ -130,7 +141,24 @@ def _rounded(weight: Tensor, bits: int) -> Tensor:
         best, least = torch.where(squares < least, scales, best), torch.minimum(squares, least)
     best = best.bfloat16()
     low, high = (_numbers(groups, best, -8, 7) + 8).to(torch.uint8).chunk(2, -1)
-    return torch.cat((best.view(torch.uint8), low | high << 4), -1).flatten(1)
+    return (low | high << 4).flatten(1), best.flatten(1)
+
+
+def _together(data: Tensor, scales: Tensor, bits: int) -> Tensor:
+    """Numbers and scales in the rows of a format of `codes.h`, (R, bytes of a row)."""
+    if bits == 8:
+        return torch.cat((data, scales.view(torch.uint8)), -1)
+    by = scales[..., None].view(torch.uint8)  # (R, G, 2)
+    return torch.cat((by, data.unflatten(1, (-1, GROUP // 2))), -1).flatten(1)
+
+
+def _apart(rows: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """The numbers and scales of such rows."""
+    if bits == 8:
+        return rows[:, :-2], rows[:, -2:].contiguous().view(torch.bfloat16)
+    units = rows.unflatten(1, (-1, 2 + GROUP // 2))  # (R, G, 18)
+    scales = units[..., :2].contiguous().view(torch.bfloat16)  # (R, G, 1)
+    return units[..., 2:].flatten(1), scales.flatten(1)
 
 
 def _numbers(exact: Tensor, scales: Tensor, low: int, high: int) -> Tensor:
@@ -138,15 +166,13 @@ def _numbers(exact: Tensor, scales: Tensor, low: int, high: int) -> Tensor:
     return (exact / by).round_().clamp_(low, high)
 
 
-def _widened(rows: Tensor, bits: int, columns: int, dtype: torch.dtype) -> Tensor:
-    """The weight (R, C) of such rows."""
+def _widened(data: Tensor, scales: Tensor, bits: int, columns: int, dtype: torch.dtype) -> Tensor:
+    """The weight (R, C) of numbers and scales."""
     if bits == 8:
-        numbers, by = rows[:, :columns].view(torch.int8).to(dtype), rows[:, -2:]
-        return numbers * by.contiguous().view(torch.bfloat16).to(dtype)
-    units = rows.unflatten(1, (-1, 2 + GROUP // 2))
-    by, pairs = units[..., :2].contiguous().view(torch.bfloat16), units[..., 2:]
+        return data[:, :columns].view(torch.int8).to(dtype) * scales.to(dtype)
+    pairs = data.unflatten(1, (-1, GROUP // 2))  # (R, G, 16)
     numbers = torch.cat((pairs & 15, pairs >> 4), -1).to(dtype) - 8  # (R, G, 32)
-    weight: Tensor = (numbers * by.to(dtype)).flatten(1)[:, :columns]
+    weight: Tensor = (numbers * scales[..., None].to(dtype)).flatten(1)[:, :columns]
     return weight
 
 
