@@ -153,6 +153,8 @@ def _rounded(model: OpenedModel, memory: int | None, by_memory: bool) -> Automat
         if reason is not None:
             return AutomaticDraft(None, reason, loading=memory != 0)
         reason = f"8-bit products are fast in native passes only, and these are {model.execution}"
+        if model.execution == "captured":
+            reason = "8 bits were not measured on a GPU; ask for them with --low-precision 8"
         return AutomaticDraft(None, reason)
     whole, lower = (sum(each["sublayers"]) for each in map(model.weight_bytes, (None, 8)))
     if stored_weights(model.model) and lower > WORTH * whole:

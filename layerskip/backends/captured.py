@@ -7,7 +7,8 @@ addresses. So that they often are, numbers of tokens are padded (several tokens 
 eight, which a GPU computes as fast as two), so is the number of a server's texts where its buffers
 have more rows, attention reads the buffers up to one of few lengths (a mask hides what is not
 written yet), and buffers that are no longer used are handed out again.
-Passes of one or two rows take kernels of our own (`kernels`) where there are some.
+Passes of one or two rows take kernels of our own (`kernels`) where there are some. Passes over
+trees are told each node's position, and which nodes are on its path.
 Shapes: B rows, T tokens of a pass, H hidden width, K key-value heads, S slots of the buffers,
 U slots in use, D head width, R rotary width.
 """

@@ -365,12 +365,16 @@ class RowCache:
         """
         if list(path) == list(range(1, len(path) + 1)):
             return
-        nodes, to = torch.tensor(path) + root, torch.arange(1, len(path) + 1) + root  # (n,) each
+        slots = torch.tensor([path, range(1, len(path) + 1)]) + root  # (2, n), from and to
+        moved: dict[Any, Tensor] = {}  # by first slot and device, so that each is sent there once
         for buffers in (self.keys, self.values):
             for layer, buffer in buffers.items():
                 base, row = self.held(layer, place)[0], buffer[place]  # (H, S, D)
-                held = row.index_select(1, (nodes - base).to(row.device))  # (H, n, D), a copy
-                row.index_copy_(1, (to - base).to(row.device), held)
+                key = base, row.device
+                if key not in moved:
+                    moved[key] = (slots - base).to(row.device, non_blocking=True)
+                nodes, to = moved[key]  # (n,) each
+                row.index_copy_(1, to, row.index_select(1, nodes))  # what is selected is a copy
 
     def reusable(self, place: int, length: int) -> int:
         """The number of a row's first tokens, at most `length`, that a later text can reuse."""
