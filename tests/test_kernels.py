@@ -268,7 +268,7 @@ def test_kernels_compile_for_a_gpu(dtype, monkeypatch):
     tables, slots = opened.rotary(SLOTS, SLOTS).tables, torch.arange(5)[None]
     pairs = {0: tuple(torch.zeros(2, 1, 2, SLOTS, 8, dtype=dtype))}
     hidden = torch.zeros(1, 5, 512, dtype=dtype)
-    monkeypatch.setattr(driver, "_active", H100())
+    monkeypatch.setattr(type(driver), "active", H100())
     for bits in (None, 8, 4):
         blocks = [opened.backend.sublayer(number, Variant(bits)) for number in range(2)]
         blocks.append(opened.backend.head(bits=bits))
