@@ -2,6 +2,7 @@
 
     python scripts/architectures.py
 
+The newest version that pyproject.toml admits is to be installed: tests compare older ones, too.
 It contains the model types that the library lists as causal language models and encoder-decoders,
 and the opened ones among its other lists. Models are judged by class and default configuration;
 none is built.

@@ -117,12 +117,15 @@ _FAMILIES |= {
     "olmo3": _SLIDING,
     "mixtral": _HEAD | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW},
     "qwen3_moe": _HEAD | _MIXTURE | {"num_experts_per_tok": 2, "mlp_only_layers": [1]},
+}
+_NEWER = {
     "muse_glimmer": {  # every third layer does not rotate
         **(_HEAD | _SLIDING | {"final_logit_softcapping": 5.0, "output_multiplier": 0.4}),
         "layer_rope_theta": [1e4, 1e4, 0] * 2,
     },
     "ernie4_5": _HEAD | {"use_bias": True},
     "apertus": _HEAD,
+    "arcee": _HEAD,
     "granite_swa": {
         **(_SLIDING | {"layer_rope_theta": [1e4, 5e2, 0] * 2, "embedding_multiplier": 1.5}),
         **{"residual_multiplier": 0.8, "logits_scaling": 2.0, "attention_multiplier": 0.2},
@@ -132,6 +135,9 @@ _FAMILIES |= {
         "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 4.0, "factor": 1.0},
     },
 }
+NEWER = tuple(_NEWER)
+"""Each has a kind of arithmetic that no other family here has."""
+_FAMILIES |= _NEWER
 EVERY = tuple(_FAMILIES)
 _FAMILIES |= {
     "internlm3": _HEAD,
@@ -146,7 +152,6 @@ _FAMILIES |= {
     "helium": _HEAD,
     "glm": _HEAD | {"partial_rotary_factor": 0.5, "attention_bias": True},
     "glm4": _HEAD | {"partial_rotary_factor": 0.5},
-    "arcee": _HEAD,
     "exaone4": _HEAD | _SLIDING,
     "hyperclovax": {
         **(_HEAD | {"embedding_multiplier": 1.5, "attention_multiplier": 0.2}),
@@ -194,7 +199,7 @@ def tiny_model(family, *, dtype=torch.float64, attention=None, seed=0, **overrid
     config._experts_implementation = "eager"  # the library's faster experts do not support float64
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = _of(config)
+        model = _built(config)
         # norm weights and biases start as constants, which would hide errors in their use
         with torch.no_grad():
             for weight in model.parameters():
@@ -208,7 +213,8 @@ def tiny_model(family, *, dtype=torch.float64, attention=None, seed=0, **overrid
     return model
 
 
-def _of(config):
+def _built(config):
+    """A random model; Muse Glimmer's decoder exists behind a vision tower only."""
     if config.model_type != "muse_glimmer_text":
         return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
     outer = transformers.MuseGlimmerConfig(

@@ -50,7 +50,7 @@ SERVED = [family for family in EVERY if family not in models.MODULES_ONLY]
 PATHS = list(product(("default", "eager"), DTYPES))
 MIXTURES = ("gemma4_mixture", "mixtral", "qwen3_moe")
 # wired unlike the others
-COUSINS = ("gemma4", "gemma4_mixture", "olmo3", "smollm3", "granite", "mixtral")
+COUSINS = ("gemma4", "gemma4_mixture", "olmo3", "smollm3", "granite", "mixtral", *models.NEWER)
 MAPS = Path("/proc/self/maps")
 
 

@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 import torch
 from agreement import assert_agree, pairs
-from models import FAMILIES, VOCABULARY, WINDOW, LowRank, lively_model, prompt, ragged
+from models import FAMILIES, NEWER, VOCABULARY, WINDOW, LowRank, lively_model, prompt, ragged
 from models import tiny_model as tiny
 from torch import nn
 
@@ -195,7 +195,7 @@ OFF = 0.03
 @pytest.mark.parametrize(
     ("family", "bits", "dtype"),
     [
-        *product((*FAMILIES, "gemma4", "olmo3", "mixtral"), (8,), (torch.float32,)),
+        *product((*FAMILIES, *NEWER, "gemma4", "olmo3", "mixtral"), (8,), (torch.float32,)),
         *(("phi3", 4, torch.bfloat16), ("gemma4_dense", 4, torch.bfloat16)),
     ],
 )

@@ -118,7 +118,7 @@ _FAMILIES = (
     Family("qwen3", windows="by type"),
     Family("qwen3_moe", windows="all", mixture=_qwen3_moe),
     # Some layers do not rotate queries and keys by their positions.
-    Family("smollm3", windows="by type", rotates=lambda attention: attention.use_rope),
+    Family("smollm3", windows="by type", rotates=lambda attention: bool(attention.use_rope)),
     # A gate on what attention reads, norms without weights of its queries and keys, no rotation in
     # layers with full attention, and a norm behind the embedding, in its class.
     Family(

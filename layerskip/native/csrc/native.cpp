@@ -150,8 +150,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
             "window", layer.window)("sink", layer.sink)("angles", layer.angles)(
             "scale", layer.scale)("softcap", layer.softcap)("times", layer.times)(
             "divisor", layer.divisor)("eager", layer.eager)("act", layer.act)(
-            "factor", layer.factor)("gate", layer.gate)("sinks", layer.sinks)("query_factor", layer.query_factor)(
-            "pairs", layer.pairs)("late_norms", layer.late_norms)("gated", layer.gated).check();
+            "factor", layer.factor)("gate", layer.gate)("sinks", layer.sinks)(
+            "query_factor", layer.query_factor)("pairs", layer.pairs)(
+            "late_norms", layer.late_norms)("gated", layer.gated).check();
         return plan.add(std::move(layer));
       })
       .def("run", &Plan::run, py::arg("hidden"), py::arg("which"), py::arg("keys"),

@@ -43,7 +43,8 @@ void normalise(const Norm& norm, const float* x, int64_t width, float* out) {
     map(width, out, [&](Vec x, Vec w) { return rounded<S>(rounded<S>(x * by) * w); }, x, weight);
 }
 
-// Rotate one head in place by the angles of its position, (R,) each. Products are rounded to A.
+// Rotate one head in place by the angles of its position, (R,) each, where they turn neighbouring
+// numbers. Products are rounded to A.
 template <typename S, typename A>
 void rotate_pairs(float* x, const A* cos, const A* sin, int64_t rotary) {
   for (int64_t i = 0; i < rotary / 2; ++i) {
@@ -54,7 +55,7 @@ void rotate_pairs(float* x, const A* cos, const A* sin, int64_t rotary) {
   }
 }
 
-// The same where a rotation turns numbers of two halves.
+// The same where they turn numbers of two halves.
 template <typename S, typename A>
 void rotate(float* x, const A* cos, const A* sin, int64_t rotary) {
   const int64_t half = rotary / 2;
