@@ -13,6 +13,8 @@ from typing import Any
 from torch import Tensor
 
 from layerskip.api.drafts import automatic_draft
+from layerskip.api.own_exits import POSITIONS as ENOUGH
+from layerskip.api.own_exits import agreement_of
 from layerskip.bench.methods import Task
 from layerskip.costs.speculation import best_length
 from layerskip.model.opened_models import open_model
@@ -88,6 +90,11 @@ def check_exits(
     for layer in range(1, opened.num_layers):
         progress("drafting with every exit", layer / opened.num_layers)
         drafts.append(tried(layer))
+    if (positions := drafts[0]["positions"]["greedy"]) >= ENOUGH:  # the plan asks no more
+        counts = {each["exit"]: round(each["right"]["greedy"] * positions) for each in drafts}
+        agreement = agreement_of(opened)
+        agreement.positions, agreement.right = 0, {}
+        agreement.add(0, positions, counts)
     if bits is None:
         return drafts
     best = max(drafts, key=promise)["exit"]

@@ -14,13 +14,13 @@ from small import small_model
 
 import layerskip
 from layerskip import LayerSkipDecoding, SkipConfig
-from layerskip.api.drafts import automatic_draft
 from layerskip.api.loading import encode, load
+from layerskip.api.own_exits import agreement_of
 from layerskip.bench.methods import Task
 from layerskip.cli.check_exits import _command, _verdict
 from layerskip.cli.flags import Loading
 from layerskip.cli.inputs import shipped_prompts
-from layerskip.model.opened_models import open_model
+from layerskip.model.opened_models import sublayers_of
 from layerskip.search.exits import check_exits
 
 NEW = 12
@@ -85,6 +85,19 @@ def test_sampled_shares_are_those_of_first_drafted_tokens(untimed):
     assert len({*counted}) > 2  # or any mistake could pass
 
 
+def test_check_exits_answers_for_the_plan(untimed, monkeypatch):
+    monkeypatch.setattr("layerskip.search.exits.ENOUGH", 20)
+    monkeypatch.setattr("layerskip.api.own_exits.POSITIONS", 20)
+    model, rows = lively_model("llama"), [prompt(5), prompt(9, seed=1)]
+    task = Task(13, True, 0.8, execution="modules")
+    greedy = [each["right"]["greedy"] for each in check_exits(model, rows, task)]
+    agreement = agreement_of(sublayers_of(model, "modules"))
+    assert agreement.done
+    shares = [right / agreement.positions for right in agreement.right.values()]
+    assert shares == pytest.approx(greedy)
+    assert "exit 5 at" in LayerSkipDecoding(execution="modules").explain(model)
+
+
 @pytest.mark.parametrize(
     ("best", "gains", "words", "flags"),
     [
@@ -131,7 +144,7 @@ def test_models_without_exits_are_refused(tmp_path):
 
 
 def test_where_exits_are_suggested(tmp_path):
-    """By name, or to who asks where no draft in 8 bits does as well; where no exit drafts yet."""
+    """By name, where no exit drafts yet."""
     model, words = (
         lively_model("llama", dtype=torch.float32),
         "trained to exit early? layerskip check",
@@ -139,9 +152,8 @@ def test_where_exits_are_suggested(tmp_path):
     for name, execution, skip, told in (
         ("facebook/layerskip-tiny", "auto", None, True),
         ("facebook/layerskip-tiny", "auto", SkipConfig.early_exit(2), False),
-        ("layerskip/tiny", "auto", None, automatic_draft(open_model(model)).skip is None),
-        ("tiny", "modules", None, True),
-        ("tiny", "modules", SkipConfig.low_precision(8), False),
+        ("layerskip/tiny", "auto", None, False),
+        ("tiny", "modules", None, False),
     ):
         model.name_or_path = name
         explained = LayerSkipDecoding(skip, execution=execution).explain(model)

@@ -36,22 +36,17 @@ SHARE = 0.5
 """Share of the free memory that copies may take by default."""
 
 
-def exits_hint(
-    model: OpenedModel, name: str, skips: Sequence[SkipConfig], *, likely: bool = False
-) -> str | None:
+def exits_hint(model: OpenedModel, name: str, skips: Sequence[SkipConfig]) -> str | None:
     """Return what to type to find the best exit, if that is likely to help.
 
     It is where the name says so, as those of the published LayerSkip checkpoints do, and no exit
     drafts yet. Exits of ordinary models gain nothing, and models do not say how they were trained.
-
-    Args:
-        likely: whether to return it whatever the name, since no draft in 8 bits does as well.
     """
     if isinstance(model, Whole) or model.encoder or model.num_layers < 2:
         return None
     if any(skip.skipped(model.num_layers) for skip in skips):
         return None
-    if not likely and "layerskip" not in PurePath(name).name.lower():
+    if "layerskip" not in PurePath(name).name.lower():
         return None
     return f"trained to exit early? layerskip check {name or 'MODEL'} --exits"
 

@@ -23,6 +23,7 @@ from torch import nn
 
 from layerskip.api.arguments import law_of, sampling_of
 from layerskip.api.drafts import automatic_draft, exits_hint, heads_of, in_words, skip_label
+from layerskip.api.own_exits import Agreement, OwnExits, agreement_of, has_exits, prior_of
 from layerskip.api.settings import DEFAULT_CONTROLLER, LONGEST_DRAFT, Settings
 from layerskip.backends.captured import clock
 from layerskip.cache.library_cache import EncoderStates
@@ -59,6 +60,7 @@ class Plan:
         skips: the skip configs of the model's own drafts, which are the last sources.
         reasons: why the model itself has no better drafts: by what it could draft with, in words.
         explicit: the settings that name these drafts, so that nothing is chosen again.
+        exits: what the model's own exits have answered, if they are asked (see `OwnExits`).
         advice: how to load the model so that it drafts in 8 bits; None if that is not possible, or
             if it has other drafts than lookups.
     """
@@ -69,7 +71,14 @@ class Plan:
     skips: Sequence[SkipConfig] = ()
     reasons: Mapping[str, str] = field(default_factory=dict)
     explicit: Mapping[str, Any] = field(default_factory=dict)
+    exits: Agreement | None = None
     advice: str | None = None
+
+    @property
+    def outdated(self) -> bool:
+        """Whether exits that are asked have answered since."""
+        asked = any(isinstance(source, OwnExits) for source in self.sources)
+        return asked and self.exits is not None and self.exits.done
 
     @property
     def names(self) -> list[str]:
@@ -96,7 +105,8 @@ class Plan:
 
     @property
     def _reasons(self) -> list[str]:
-        return [f"no drafts by {what}: {why}" for what, why in self.reasons.items()]
+        words = [f"no drafts by {what}: {why}" for what, why in self.reasons.items()]
+        return words if self.exits is None else [*words, f"its own exits: {self.exits.words}"]
 
     def explain(self) -> str:
         """List what drafts, and why nothing better does; one item per line."""
@@ -112,7 +122,7 @@ class Plan:
         lines += [f"drafts: {words}{self._price(source)}" for words, source in pairs]
         lines += [f"controller: {_controller_words(settings)}", *self._reasons]
         name = getattr(model.model, "name_or_path", "")
-        hint = exits_hint(model, name, self.skips, likely=_IN_8_BITS in self.reasons)
+        hint = exits_hint(model, name, self.skips)
         lines += [] if hint is None else [hint]
         if not model.exact:
             lines.append(
@@ -262,7 +272,8 @@ def open_plan(
     plans = kept_for(opened.model).setdefault("plans", WeakKeyDictionary())
     made: dict[bool, Plan] = plans.setdefault(settings, {})
     kept = made.get(rejection)
-    if kept is None or kept.model.backend is not opened.backend:  # the model was opened again
+    # The model was opened again, or its exits have answered.
+    if kept is None or kept.model.backend is not opened.backend or kept.outdated:
         # Of copies, since what is kept must keep neither the model nor the settings alive.
         kept = made[rejection] = _decide(copy(opened).weak(), copy(settings), rejection)
     return replace(kept, model=kept.model.strong(), settings=settings)
@@ -277,7 +288,7 @@ def _decide(model: OpenedModel, settings: Settings, rejection: bool) -> Plan:
     second, assistant = _second_model(model, settings)
     named_sources = [*earlier, *(_source(each, model, second) for each in settings.sources)]
     own, heads, skips = list[Source](), list[Source](), settings.skips
-    reasons, advice = dict[str, str](), None
+    reasons, advice, exits = dict[str, str](), None, None
     if rejection and any(each.remembers for each in named_sources):
         named_sources = [each for each in named_sources if not each.remembers]
         reasons["earlier answers"] = "under the rejection rule, texts depend on their drafts"
@@ -289,8 +300,16 @@ def _decide(model: OpenedModel, settings: Settings, rejection: bool) -> Plan:
             reasons["the checkpoint's own head"] = chosen.head_reason
         if chosen.reason is not None and settings.draft_memory != 0:
             reasons[_IN_8_BITS] = chosen.reason
-        alone = not (named_sources or second or heads) and lookup is not None
-        advice = chosen.reason if chosen.loading and alone else None
+        alone = not (named_sources or second or heads)
+        others = second or heads or any(not each.remembers for each in named_sources)
+        asks = not (others or skips or rejection or settings.draft_memory == 0)
+        if asks and has_exits(model):
+            exits = agreement_of(model)
+            best = exits.best(model) if exits.done else None
+            skips = () if best is None else (SkipConfig.early_exit(best),)
+            heads += [] if exits.done else [OwnExits(model)]
+        lookups_alone = alone and lookup is not None and not skips
+        advice = chosen.reason if chosen.loading and lookups_alone else None
     if skips and settings.draft_vocabulary is not None:
         model = model.trimmed(settings.draft_vocabulary)
     skips = tuple(_without_origin(model, skip) for skip in skips)
@@ -298,6 +317,8 @@ def _decide(model: OpenedModel, settings: Settings, rejection: bool) -> Plan:
         own.append(source := source_of(model, skip))
         if len(skips) > 1:
             source.name = f"{source.name} {number}"  # type: ignore[misc]
+        if not rejection and skip == SkipConfig.early_exit(skip.exit_layer or 1):
+            source.prior = prior_of(model, skip.exit_layer) or source.prior
     explicit = {
         "skip": [*skips] or None,
         "lookup": lookup or False,
@@ -315,7 +336,7 @@ def _decide(model: OpenedModel, settings: Settings, rejection: bool) -> Plan:
             f"drafts of {timed[0]} depend on timing, and so would the text with acceptance "
             f"{settings.acceptance!r}; use 'coupled'"
         )
-    return Plan(model, settings, sources, skips, reasons, explicit, advice)
+    return Plan(model, settings, sources, skips, reasons, explicit, exits, advice)
 
 
 def _lookup(settings: Settings, rejection: bool) -> Lookup | None:

@@ -20,6 +20,7 @@ import torch
 from layerskip.api.arguments import law_of
 from layerskip.api.generation import LayerSkipDecoding
 from layerskip.api.loading import Loaded
+from layerskip.api.own_exits import OwnExits
 from layerskip.bench.batches import Encoded, PromptBatch
 from layerskip.bench.llama_cpp import LLAMAS, open_llama
 from layerskip.bench.methods import Engine, Method, Peer, Task
@@ -197,6 +198,9 @@ class Suite:
         entry = self._entries.get("self")
         if entry is not None and entry["skip"] is not None:
             what |= {"skip": SkipConfig.from_dict(entry["skip"]), "draft_memory": None}
+        elif entry is not None and OwnExits.name in entry["sources"]:
+            opened = sublayers_of(self.loaded.model, self.task.execution)
+            what |= {"skip": None, "draft_memory": 0, "sources": [OwnExits(opened)]}
         elif entry is not None and "mtp" not in entry["sources"]:
             what |= {"skip": None, "draft_memory": 0}
         return what

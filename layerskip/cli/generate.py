@@ -112,6 +112,7 @@ def generate(
                 "num_known_tokens": stats.num_known_tokens,
                 **terminal.counts(stats, opened.names),
                 "seed": own_seed,
+                "drafts": opened.plan.summary,
             }
             talk.say(_summary(result))
             results.append({"id": each.id, **result} if len(chosen) > 1 else result)

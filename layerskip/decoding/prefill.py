@@ -60,6 +60,7 @@ class Prefill(RowPlaces):
             others = [row for row in self.joining if row not in ends]
             self._arrange([*self.rows, *rows, *others], first)
         tokens = pad_sequence([seat.prompt for seat in seats], batch_first=True)  # (r, T)
+        count = sum(ends[seat.row] - seat.length for seat in seats)
         seen: list[Tensor] = []
 
         def run(chunk: Tensor, some: range, firsts: list[int]) -> Tensor:
@@ -93,6 +94,10 @@ class Prefill(RowPlaces):
         if not done or logits is None:
             return None
         self._arrange(self.seated, first + len(rows))
+        for state in self.states:
+            state.prompted(rows, count)
+        for tap in {*self._tapped} - {*self._taps}:
+            del self._tapped[tap]
         return logits[-len(rows) :]
 
     @property
@@ -106,7 +111,8 @@ class Prefill(RowPlaces):
         """Run prompt tokens (r, T) at some places; returns states (r, T, H)."""
         self.cache.place(firsts, chunk.shape[1], lowest, places)
         hidden, step = self.model.feed(chunk, self.cache, self.rotary, self._pictures(places))
-        return self._carry(hidden, step, 0, through)
+        taps = {tap for state in self.states for tap in state.prompt_taps}
+        return self._carry(hidden, step, 0, through, sorted(taps.union(self._taps)))
 
     def _pictures(self, places: range) -> Pictures | None:
         """The pictures in the prompts at some places, which all are of one call, if of any."""
@@ -142,9 +148,11 @@ class Prefill(RowPlaces):
 
     # Hidden states at taps.
 
-    def _carry(self, hidden: Tensor, step: Pass, first: int, last: int) -> Tensor:
+    def _carry(
+        self, hidden: Tensor, step: Pass, first: int, last: int, taps: Sequence[int] | None = None
+    ) -> Tensor:
         """Run hidden states (r, T, H) through sublayers, and keep the states at taps."""
-        for tap in self._taps:
+        for tap in self._taps if taps is None else taps:
             if first < tap <= last:
                 hidden, first = self.model.run(hidden, step, range(first, tap)), tap
                 self._keep_states(tap, hidden)

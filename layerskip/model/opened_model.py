@@ -25,6 +25,7 @@ from layerskip.families.architecture import ModelFacts
 from layerskip.model.draft_weights import DraftWeights
 from layerskip.model.picture_features import Pictures, seen_ahead
 
+LOGITS = 2**24  # maximum number of logits at once where a call needs many
 FEW = 2  # rows for which kernels of our own are faster than a GPU's library
 
 
@@ -270,6 +271,11 @@ class OpenedModel(ModelFacts):
         Give `step` if a pass verifies or decodes: all such passes use the same arithmetic.
         """
         return self.head(hidden, step)
+
+    def likeliest(self, hidden: Tensor) -> Tensor:
+        """The likeliest token after each state (N, H), of any depth, by `logits`: (N,)."""
+        parts = hidden.split(max(16, LOGITS // self.vocabulary))
+        return torch.cat([self.logits(some[None])[0].argmax(-1) for some in parts])
 
     def trimmed(self, tokens: Sequence[int]) -> OpenedModel:
         """The same opened model, with `DraftWeights.trimmed`."""

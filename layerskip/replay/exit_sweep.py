@@ -18,7 +18,7 @@ from layerskip.decoding.controllers import Fixed
 from layerskip.model.opened_models import opened_of
 from layerskip.replay.replayed_drafts import Replay, replay
 from layerskip.replay.simulation import simulate
-from layerskip.replay.trace import Trace, chunks, take_trace
+from layerskip.replay.trace import Trace, take_trace
 
 
 def exit_sweep(
@@ -81,5 +81,4 @@ def rounds_of(drafts: Replay, length: int) -> list[int]:
 def likeliest(trace: Trace, layer: int) -> Tensor:
     """The likeliest token after every start, from the states after a layer, (N,)."""
     states = torch.cat([text.states[layer - 1, : text.starts] for text in trace.texts])  # (N, H)
-    parts = chunks(len(states), trace.model.vocabulary)
-    return torch.cat([trace.model.logits(states[None, some])[0].argmax(-1) for some in parts])
+    return trace.model.likeliest(states)

@@ -228,6 +228,7 @@ class State:
             and verification starts from them.
         tap: the batch keeps hidden states after this many sublayers for it; None: it keeps none.
         taps: further such places.
+        prompt_taps: places whose states are kept only until `prompted` has been called.
         whole_prompts: whether states of prompt tokens before the last are needed, too.
         best: how many of the best tokens at a position may be verified if branches are requested.
         everywhere: whether its result at a position is the same whatever was drafted before.
@@ -237,6 +238,7 @@ class State:
     prefix = 0
     tap: int | None = None
     taps: Sequence[int] = ()
+    prompt_taps: Sequence[int] = ()
     whole_prompts = True
     longest: int | None = None
     best = 2
@@ -262,6 +264,12 @@ class State:
         """The place in each row of a pass of the token that step `offset` of the round feeds."""
         batch = self.batch
         return [batch.seats[row].length + offset for row in batch.rows]
+
+    def prompted(self, rows: Sequence[int], tokens: int) -> None:
+        """The prompts of rows have been run, now with so many tokens in all.
+
+        States at `prompt_taps` can be read; those of tokens that were in the cache are zeros.
+        """
 
     def offer(self, row: int, most: int) -> Proposal:
         """Propose at most `most` tokens for the row's next round."""
