@@ -8,10 +8,10 @@ import torch
 from checkpoints import save_checkpoint
 from commands import PROMPT, refused, run
 from definitions import rms_norm, turned
-from models import WINDOW, Erratic, decoder_of, lively_model, prompt, ragged, tiny_model
+from models import WINDOW, Erratic, decoder_of, lively_model, prompt, ragged
 from safetensors.torch import save_file
-from small import BATCHES, NEW_TOKENS, alone, decoded, new_tokens, small_model
-from talks import chat
+from small import BATCHES, NEW_TOKENS, alone, decoded, new_tokens
+from talks import chat, finished
 from transformers.generation.candidate_generator import DFlashTokenCandidateGenerator
 
 import layerskip
@@ -21,6 +21,8 @@ from layerskip.costs.speculation import CostTable
 from layerskip.decoding.source_gain import SourceGain
 from layerskip.decoding.sources import load_drafter
 from layerskip.model.block_drafter import BlockDrafter
+from layerskip.serving.requests import TextRequest
+from layerskip.serving.scheduler import Serving
 
 WIDTH, HEAD, BLOCK, MASK, TOKENS, DRAFTED = 32, 8, 5, 3, 9, 7
 LAYERS = {
@@ -34,25 +36,21 @@ AUTHORS = LAYERS | {
     **{"block_size": BLOCK, "num_target_layers": 6},
     "dflash_config": {"mask_token_id": MASK, "target_layer_ids": [0, 2, 4]},
 }
+LIBRARY = LAYERS | SLIDING | {"model_type": "muse_glimmer_assistant", "block_size": BLOCK}
+SPECULATORS = {
+    **{"speculators_model_type": "dflash", "block_size": BLOCK, "mask_token_id": MASK},
+    **{"draft_vocab_size": DRAFTED, "aux_hidden_state_layer_ids": [1, 3, 5]},
+    **{"sliding_window_non_causal": True, "sample_from_anchor": True, "target_hidden_size": WIDTH},
+    "transformer_layer_config": LAYERS | SLIDING | {"hidden_size": 24, "vocab_size": TOKENS},
+}
 FORMS = {
-    "library": LAYERS
-    | SLIDING
-    | {"model_type": "muse_glimmer_assistant", "architectures": ["MuseGlimmerAssistantModel"]}
-    | {"block_size": BLOCK, "mask_token_id": MASK, "target_layer_ids": [0, 2, 4]},
-    "authors": AUTHORS,
-    "authors, sliding": AUTHORS | SLIDING,
-    "speculators": {
-        **{"speculators_model_type": "dflash", "architectures": ["DFlashSpeculator"]},
-        **{"block_size": BLOCK, "mask_token_id": MASK, "aux_hidden_state_layer_ids": [1, 3, 5]},
-        **{"draft_vocab_size": DRAFTED, "sliding_window_non_causal": True},
-        "transformer_layer_config": LAYERS
-        | SLIDING
-        | {"hidden_size": 24, "model_type": "qwen3", "vocab_size": TOKENS},
-        **{"target_hidden_size": WIDTH, "sample_from_anchor": True},
-    },
+    "library": LIBRARY | {"mask_token_id": MASK, "target_layer_ids": [0, 2, 4]},
+    **{"authors": AUTHORS, "authors, sliding": AUTHORS | SLIDING, "speculators": SPECULATORS},
 }
 FAMILIES = {"library": "muse_glimmer", "authors": "qwen3", "authors, sliding": "gemma4"}
+_OF_LIBRARY = {f"{name}.weight": f"encoder.{name}.weight" for name in ("fc", "output_norm_enc")}
 _ENDS = ("embed_tokens.weight", "lm_head.weight", "d2t")
+WIDER = torch.ones(WIDTH, 3 * 48)
 HOW = {"lookup": False, "controller": "fixed", "max_draft_length": BLOCK}
 
 
@@ -63,31 +61,40 @@ def target(form="authors", **how):
     return lively_model(family, vocab_size=TOKENS, **more, **how)
 
 
-def text_of(length, seed=0):
-    return prompt(length, seed=seed) % (TOKENS - 2) + 2
+def few(ids):
+    return ids % (TOKENS - 2) + 2
 
 
 def weights_of(form, seed=1):
-    """Random tensors of a drafter, with the names of its form."""
+    """Random tensors of a drafter, with the names of its authors."""
     generator, made = torch.Generator().manual_seed(seed), {}
     for name, like in BlockDrafter(FORMS[form]).state_dict().items():
-        name = name.removeprefix("network.")
-        if form != "library":
-            name = name.removeprefix("encoder.").replace("output_norm_enc", "hidden_norm")
+        name = name.removeprefix("network.").removeprefix("encoder.")
         noise = torch.randn(like.shape, generator=generator, dtype=torch.float64)
-        made[name] = 1 + 0.1 * noise if noise.dim() == 1 else noise * like.shape[-1] ** -0.5
+        noise = 1 + 0.1 * noise if noise.dim() == 1 else noise * like.shape[-1] ** -0.5
+        made[name if form == "library" else name.replace("output_norm_enc", "hidden_norm")] = noise
     if form == "speculators":
-        kept = torch.randperm(TOKENS, generator=generator)[:DRAFTED].sort().values
-        made["d2t"] = kept - torch.arange(DRAFTED)
-        return made | {"t2d": torch.isin(torch.arange(TOKENS), kept)}
+        return made | {"d2t": torch.arange(DRAFTED) // 3}  # it drafts 0, 1, 2, 4, 5, 6 and 8
     return {name: each for name, each in made.items() if name not in _ENDS}
 
 
 def written(folder, config, weights):
     folder.mkdir(exist_ok=True)
+    if config.get("model_type") == LIBRARY["model_type"]:
+        weights = {_OF_LIBRARY.get(name, name): each for name, each in weights.items()}
     save_file(weights, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+@pytest.fixture
+def drafter(tmp_path):
+    """Writes a drafter of a form; returns its folder."""
+
+    def make(form="authors", **more):
+        return written(tmp_path / form, FORMS[form] | more, weights_of(form))
+
+    return make
 
 
 def reference(model, form, weights, text):
@@ -95,21 +102,20 @@ def reference(model, form, weights, text):
     config, count = FORMS[form], len(text) - 1
     layers = config.get("transformer_layer_config", config)
     window = layers.get("sliding_window", 0) + (form == "library")
-    names = {"fc": "encoder.fc", "hidden_norm": "encoder.output_norm_enc"}
 
-    def weight(name):
-        return weights[f"{names.get(name, name) if form == 'library' else name}.weight"].double()
+    def linear(x, name):
+        return x @ weights[f"{name}.weight"].T
 
     def norm(x, name):
-        return rms_norm(x, weight(name), layers["rms_norm_eps"])
+        return rms_norm(x, weights[f"{name}.weight"], layers["rms_norm_eps"])
 
     every = decoder_of(model)(text[None, :-1], output_hidden_states=True).hidden_states
     states = torch.cat([every[depth][0] for depth in (1, 3, 5)], -1)  # (T - 1, 3 H)
-    context = norm(states @ weight("fc").T, "hidden_norm")
+    context = norm(linear(states, "fc"), "output_norm_enc" if form == "library" else "hidden_norm")
     block = torch.tensor([int(text[-1]), *[MASK] * (BLOCK - 1)])
     own, embedding = form == "speculators", model.get_input_embeddings()
     x = embedding.weight[block] if form == "library" else embedding(block)  # without its norm
-    x = weight("embed_tokens")[block] if own else x
+    x = weights["embed_tokens.weight"][block] if own else x
     places, keys_at = count + torch.arange(BLOCK), torch.arange(count + BLOCK)
     distance = places[:, None] - keys_at  # (K, S)
     for i, kind in enumerate(layers.get("layer_types", ["full_attention"] * 2)):
@@ -117,7 +123,7 @@ def reference(model, form, weights, text):
         every = torch.cat([context, y])
 
         def heads(of, each, name=f"{name}self_attn."):
-            made = (of @ weight(f"{name}{each}_proj").T).view(len(of), -1, HEAD)
+            made = linear(of, f"{name}{each}_proj").view(len(of), -1, HEAD)
             return made if each == "v" else norm(made, f"{name}{each}_norm")
 
         q, k = heads(torch.cat([torch.zeros(count, len(y[0])).double(), y]), "q"), heads(every, "k")
@@ -129,54 +135,45 @@ def reference(model, form, weights, text):
             seen &= (distance >= 0) | (form in ("library", "speculators"))
             scores = scores.masked_fill(~seen, float("-inf"))
         out = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).flatten(1)
-        x = x + out @ weight(f"{name}self_attn.o_proj").T
+        x = x + linear(out, f"{name}self_attn.o_proj")
         y = norm(x, f"{name}post_attention_layernorm")
-        gate = torch.nn.functional.silu(y @ weight(f"{name}mlp.gate_proj").T)
-        x = x + (gate * (y @ weight(f"{name}mlp.up_proj").T)) @ weight(f"{name}mlp.down_proj").T
-    head = weight("lm_head") if own else model.get_output_embeddings().weight
+        gate = torch.nn.functional.silu(linear(y, f"{name}mlp.gate_proj"))
+        x = x + linear(gate * linear(y, f"{name}mlp.up_proj"), f"{name}mlp.down_proj")
+    head = weights.get("lm_head.weight", model.get_output_embeddings().weight)
     best = (norm(x, "norm")[not own :] @ head.T).argmax(-1)
     return (best + weights["d2t"][best]).tolist() if own else best.tolist()
 
 
-def drafts_of(model, folder, ids, count):
-    """By length of the text, the tokens drafted after it; and the text."""
-    text, drafts = ids[0].tolist(), {}
-    for each in layerskip.decode(model, ids, max_new_tokens=count, assistant=folder, **HOW):
-        if each.drafts and each.drafts[0]:
-            drafts[len(text)] = [*each.drafts[0]]
-        text += each.tokens[0]
-    return drafts, torch.tensor(text)
-
-
-@pytest.fixture
-def drafter(tmp_path):
-    """Writes a drafter of a form; returns its folder and tensors."""
-
-    def make(form="authors", **more):
-        weights = weights_of(form)
-        return written(tmp_path / form, FORMS[form] | more, weights), weights
-
-    return make
+def drafts_of(model, folder, ids, mask, count, **how):
+    """Of each row, the tokens drafted by length of the text, and the text."""
+    rows = [({}, row[keep.bool()].tolist()) for row, keep in zip(ids, mask, strict=True)]
+    how = {"max_new_tokens": count, "attention_mask": mask, "assistant": folder} | HOW | how
+    for each in layerskip.decode(model, ids, **how):
+        for number, (drafts, text) in enumerate(rows):
+            if each.drafts and each.drafts[number]:
+                drafts[len(text)] = [*each.drafts[number]]
+            text += each.tokens[number]
+    return rows
 
 
 @pytest.mark.parametrize("form", FORMS)
 @torch.no_grad()
 def test_drafts_are_those_of_the_definition(form, drafter):
-    folder, weights = drafter(form)
-    model, compared = target(form), 0
-    for seed in range(2):
-        drafts, text = drafts_of(model, folder, text_of(12, seed), 24)
+    """Of all rows of a batch, that draft in some rounds, and begin at different places."""
+    folder, weights = drafter(form), weights_of(form)
+    model, (ids, mask) = target(form), ragged((13, 5, 9), seed=3)
+    rows = drafts_of(model, folder, few(ids), mask, 30, controller=Erratic())
+    for drafts, text in rows:
         for length, drafted in drafts.items():
-            want = reference(model, form, weights, text[:length])
+            want = reference(model, form, weights, torch.tensor(text[:length]))
             assert drafted == want[: len(drafted)]
-            compared += 1
-    assert compared > 24
+    assert sum(len(drafts) for drafts, _ in rows) > 40
 
 
 @pytest.mark.parametrize("form", ["library", "authors"])
 def test_drafts_are_those_of_the_library(form, drafter, monkeypatch):
     """Token for token, over at least 200 rounds of both, where windows are long exceeded."""
-    folder, _ = drafter(form)
+    folder = drafter(form)
     model, seen = target(form), {}
     theirs = load_drafter(folder, dtype=model.dtype, device=model.device)
     original = DFlashTokenCandidateGenerator.get_candidates
@@ -191,10 +188,10 @@ def test_drafts_are_those_of_the_library(form, drafter, monkeypatch):
     compared = 0
     for seed in range(2):
         seen.clear()
-        ids = text_of(12, seed)
+        ids = few(prompt(12, seed=seed))
         out = model.generate(ids, max_new_tokens=90, **how)
-        drafts, text = drafts_of(model, folder, ids, 90)
-        assert out[0].tolist() == text.tolist()
+        ((drafts, text),) = drafts_of(model, folder, ids, torch.ones_like(ids), 90)
+        assert out[0].tolist() == text
         for length, drafted in drafts.items():
             assert drafted == seen[length][: len(drafted)]
             compared += 1
@@ -203,16 +200,14 @@ def test_drafts_are_those_of_the_library(form, drafter, monkeypatch):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_texts_are_the_same_with_and_without(form, drafter):
-    """Rows of a batch, by both accept rules, beside lookups; in native passes bit by bit."""
-    folder, _ = drafter(form)
+    """Rows of a batch, greedy and sampled, beside lookups; in native passes bit by bit."""
+    folder = drafter(form)
     model, (ids, mask) = target(form), ragged(BATCHES["ragged"], seed=3)
-    inputs = ids % (TOKENS - 2) * mask + 2 * mask, mask
+    inputs = few(ids) * mask, mask
     how = {"assistant": folder, "max_draft_length": BLOCK, "controller": Erratic(), "lookup": False}
     out = decoded(model, inputs, **how)
     assert new_tokens(out) == alone(model, *inputs)
-    assert [(each.name, each.num_draft_tokens > 0) for each in out.stats.sources] == [
-        ("dflash", True)
-    ]
+    assert [each.name for each in out.stats.sources if each.num_draft_tokens] == ["dflash"]
     assert new_tokens(decoded(model, inputs, assistant=folder)) == alone(model, *inputs)
     branches = how | {"branches": True, "controller": "expected-gain"}
     assert new_tokens(decoded(model, inputs, **branches)) == alone(model, *inputs)
@@ -220,13 +215,10 @@ def test_texts_are_the_same_with_and_without(form, drafter):
     for fast in (model, copy.deepcopy(model).bfloat16()):
         want = new_tokens(decoded(fast, inputs, enabled=False, **drawn))
         assert new_tokens(decoded(fast, inputs, **drawn, **how)) == want
-    drawn |= {"acceptance": "rejection"}
-    twice = [decoded(model, inputs, **drawn, **how) for _ in range(2)]
-    assert new_tokens(twice[0]) == new_tokens(twice[1])
 
 
 def test_sessions_and_servers_draft_with_blocks(drafter):
-    folder, _ = drafter("authors", vocab_size=97)
+    folder = drafter("authors", vocab_size=97)
     model = lively_model("qwen3", dtype=torch.float32)
     how = {"assistant": str(folder), **HOW}
     known = chat(model, 2, NEW_TOKENS, **how)
@@ -235,6 +227,12 @@ def test_sessions_and_servers_draft_with_blocks(drafter):
     words = open_plan(model, Settings(**how)).explain()
     assert f"drafts: a DFlash drafter of 4 tokens at once, {folder}; by the bytes" in words
     assert "drafting 4 tokens costs 0.44" in words
+    model, tasks = target(), [TextRequest(few(prompt(n))[0].tolist(), 40) for n in (5, 12)]
+    drafter()
+    told = finished(Serving(model, max_rows=2, **how), *tasks)[-1].counts
+    single = layerskip.generate(model, few(prompt(12)), max_new_tokens=40, **how).stats
+    assert (told.drafted, told.accepted) == (single.num_draft_tokens, single.num_accepted_tokens)
+    assert told.accepted
 
 
 def test_a_block_is_paid_once():
@@ -253,9 +251,11 @@ def test_a_block_is_paid_once():
     ("damage", "message"),
     [
         (lambda c, w: w.pop("fc.weight"), r"is incomplete: network.encoder.fc.weight is missing"),
-        (lambda c, w: w.update({"fc.weight": w["fc.weight"][:, 1:].clone()}), r"shape \[32, 95\]"),
-        (lambda c, w: w.update(x=w["norm.weight"].clone()), "holds an unknown tensor, x"),
         (lambda c, w: c.pop("block_size"), "describes no DFlash drafter: KeyError: 'block_size'"),
+        (
+            lambda c, w: c.update(target_hidden_size=48) or w.update({"fc.weight": WIDER}),
+            "made for hidden states of 48 numbers, the model has 32",
+        ),
         (lambda c, w: c.update(vocab_size=99), "made for 99 tokens, the model has 9"),
         (lambda c, w: c.update(num_target_layers=7), "made for 7 layers, the model has 6"),
         (lambda c, w: c["dflash_config"].update(mask_token_id=9), "its mask token is 9"),
@@ -267,28 +267,17 @@ def test_bad_folders_are_named_errors(damage, message, tmp_path):
     damage(config, weights)
     folder = written(tmp_path / "drafter", config, weights)
     with pytest.raises(ValueError, match=message) as raised:
-        layerskip.generate(target(), text_of(5), max_new_tokens=2, assistant=folder)
+        layerskip.generate(target(), few(prompt(5)), max_new_tokens=2, assistant=folder)
     assert "\n" not in str(raised.value)
-
-
-def test_drafters_of_other_models_are_refused(drafter):
-    folder, _ = drafter()
-    wide = tiny_model("llama", hidden_size=48, vocab_size=TOKENS)
-    with pytest.raises(ValueError, match="hidden states of 32 numbers, the model has 48"):
-        layerskip.generate(wide, text_of(5), max_new_tokens=2, assistant=folder)
-    with pytest.raises(ValueError, match="runs as a whole"):
-        layerskip.generate(small_model("phi"), text_of(5), max_new_tokens=2, assistant=folder)
 
 
 def test_commands_draft_with_blocks(drafter, tmp_path):
     checkpoint = save_checkpoint(tmp_path / "model", lively_model("qwen3", dtype=torch.float32))
     flags = ("generate", checkpoint, "--prompt", PROMPT, "--max-new-tokens", 12, "--no-lookup")
-    folder, _ = drafter("authors", vocab_size=97)
+    folder = drafter("authors", vocab_size=97)
     result = run(*flags, "--assistant", folder)
-    assert result.exit_code == 0, result.output
-    assert f"a DFlash drafter of 4 tokens at once, {folder}" in result.stderr
-    assert run(*flags, "--no-draft").stdout == result.stdout
-    folder, _ = drafter("authors", vocab_size=98)
+    assert f"a DFlash drafter of 4 tokens at once, {folder}" in result.stderr, result.output
+    drafter("authors", vocab_size=98)
     assert "made for 98 tokens, the model has 97" in refused(*flags, "--assistant", folder)
     (folder / "model.safetensors").write_bytes(b"x" * 40)
     assert "cannot read" in refused(*flags, "--assistant", folder)
