@@ -4,7 +4,7 @@ import copy
 
 import torch
 from models import VOCABULARY
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
 
@@ -22,11 +22,20 @@ class Letters:
         (folder / "tokenizer.json").write_text("{}")
 
 
-def spelling(letters, *merges):
-    """A tokenizer with a token a letter, in this order, and those of merged ones after them."""
+def spelling(letters, *merges, spaced=False):
+    """A tokenizer with a token a letter, in this order, and those of merged ones after them.
+
+    If it is `spaced`, it puts a space before every text, as SentencePiece does.
+    """
     words = [*letters, *map("".join, merges)]
+    words = [word.replace(" ", "▁") if spaced else word for word in words]
     made = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, [*merges]))
     made.decoder = decoders.Fuse()
+    if spaced:
+        steps = normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")
+        made.normalizer = normalizers.Sequence([*steps])
+        steps = decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)
+        made.decoder = decoders.Sequence([*steps])
     return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>")
 
 

@@ -14,16 +14,10 @@ from marks import slow, thorough
 from models import EVERY, VOCABULARY, Erratic, Fickle, near, ragged, windowed
 from talks import drain, said
 
-from layerskip import (
-    LayerSkipDecoding,
-    Lookup,
-    LowPrecision,
-    Session,
-    SkipConfig,
-    UniversalAssistant,
-)
+from layerskip import LayerSkipDecoding, Lookup, LowPrecision, Session, SkipConfig
 from layerskip.config.registry import CONTROLLERS
 from layerskip.costs.speculation import CostTable
+from layerskip.decoding.sources.universal import UniversalAssistant
 from layerskip.model.sublayers import Sublayers
 from layerskip.research.disco import Classifier
 from layerskip.research.medusa import load_medusa

@@ -6,7 +6,6 @@ from letters import letters_of, shuffled, spelling
 from marks import thorough
 from models import Erratic, lively_model, ragged
 from small import small_model
-from talks import chat
 
 import layerskip
 from layerskip import UniversalAssistant
@@ -65,12 +64,6 @@ def test_words_of_either_leave_the_text(ours, theirs, rule):
         assert torch.equal(library, out.sequences[1:2])
 
 
-def test_sessions_and_servers():
-    model = lively_model("llama")
-    second = UniversalAssistant(*shuffled(model))
-    chat(model, 2, 24, assistant=second, controller="fixed", lookup=False, draft_memory=0)
-
-
 def test_texts_longer_than_the_second_model_takes_go_on_without_it():
     model = lively_model("llama")
     other, *both = shuffled(lively_model("llama", max_position_embeddings=32))
@@ -95,6 +88,16 @@ def test_what_is_drafted_is_encoded_again():
     assert text.follow(ours.encode(b"aABAB")) == len(theirs.encode(b"aABAB"))
     text.draft(theirs.end[0])
     assert (text.offered, text.ended) == (ours.end, True)
+
+
+@pytest.mark.parametrize("spaced", [(False, True), (True, False), (True, True)])
+def test_a_space_before_every_text_is_no_part_of_it(spaced):
+    ours, theirs = (Spelling(spelling(LETTERS, spaced=each)) for each in spaced)
+    text = Retokenized(ours, theirs)
+    text.follow(ours.encode(b" ab ca"))
+    assert theirs.text(text.tokens) == b" ab ca"
+    text.draft(theirs.encode(b"b")[-1])
+    assert ours.text(text.offered) == b"b"
 
 
 @pytest.mark.parametrize("words", ["recurrent layers", "leave draft_vocabulary out"])
