@@ -67,12 +67,14 @@ def test_words_of_either_leave_the_text(ours, theirs, rule):
 def test_texts_longer_than_the_second_model_takes_go_on_without_it():
     model = lively_model("llama")
     other, *both = shuffled(lively_model("llama", max_position_embeddings=32))
-    ids = torch.tensor([[5, 6, 7]])
-    plain = layerskip.generate(model, ids, enabled=False, **HOW)
-    how = HOW | {"assistant": UniversalAssistant(other, *both), "controller": Fixed(4)}
+    ids, mask = ragged((3, 40, 20), seed=2)
+    how = HOW | {"attention_mask": mask}
+    plain = layerskip.generate(model, ids, enabled=False, **how)
+    how |= {"assistant": UniversalAssistant(other, *both), "controller": Fixed(4)}
     out = layerskip.generate(model, ids, **how)
     assert torch.equal(out.sequences, plain.sequences)
-    assert 10 < out.stats.num_draft_tokens < 40
+    drafted = [sum(each.drafted[row] for each in out.rounds[1:]) for row in range(3)]
+    assert 0 == drafted[1] < drafted[2] < drafted[0] < 40
 
 
 def test_what_is_drafted_is_encoded_again():
@@ -86,8 +88,9 @@ def test_what_is_drafted_is_encoded_again():
         assert ours.text(text.offered) == offered
         assert text.settled(len(text.offered) - 1) is sure
     assert text.follow(ours.encode(b"aABAB")) == len(theirs.encode(b"aABAB"))
-    text.draft(theirs.end[0])
-    assert (text.offered, text.ended) == (ours.end, True)
+    for token in (theirs.end[0], 5):  # nothing follows an end
+        text.draft(token)
+        assert (text.offered, text.ended) == (ours.end, True)
 
 
 @pytest.mark.parametrize("spaced", [(False, True), (True, False), (True, True)])

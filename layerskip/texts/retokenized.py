@@ -88,10 +88,10 @@ class Retokenized:
 
     def draft(self, token: int) -> None:
         """Append a token that the assistant has drafted."""
-        self.ended = self.ended or token in self.theirs.end
         self.drafted.append(token)
-        if self.ended:
-            self.offered += self.ours.end
+        if self.ended or token in self.theirs.end:
+            self.offered += [] if self.ended else self.ours.end
+            self.ended = True
             return
         new = self.theirs.text(self.drafted)
         whole, count = self.ours.encode(self._spelled + new), len(self._tail)

@@ -103,8 +103,8 @@ class _UniversalState(State):
         self.caches = self.drafting.caches
 
     def _make_room(self) -> None:
-        room = min(_ROOM * self.batch.slots, self.source.model.max_positions)
-        self.there.slots = self.there.total = room
+        self.room = min(_ROOM * self.batch.slots, self.source.model.max_positions)
+        self.there.slots = self.there.total = self.room
 
     def begin(self, row: int) -> None:
         self.texts[row] = Retokenized(self.source.ours, self.source.theirs)
@@ -115,8 +115,7 @@ class _UniversalState(State):
         self.drafting.resized()
 
     def offer(self, row: int, most: int) -> Proposal:
-        text = self.texts[row]
-        return Proposal(0 if text.ended and not text.drafted else most)
+        return Proposal(most if len(self.texts[row].tokens) < self.room else 0)
 
     def step(self, tokens: Tensor, hidden: Tensor, step: Pass, offset: int) -> Tensor:
         batch = self.batch
@@ -126,9 +125,9 @@ class _UniversalState(State):
             for row in batch.rows:
                 self._follow(row)
         texts = [self.texts[row] for row in batch.rows]
-        longest = max(len(text.tokens) for text in texts)
+        longest = max(self.there.seats[row].length for row in batch.rows)
         for _ in range(_PASSES):
-            full = longest + self.passes > self.room
+            full = longest + self.passes >= self.room
             if full or all(text.settled(offset) for text in texts):
                 break
             self._pass(hidden, step)
@@ -147,8 +146,9 @@ class _UniversalState(State):
         whole = [*seat.prompt.tolist(), *seat.emitted]
         seen[row] = min(seen[row], text.follow(whole[: seat.length + 1]))
         if len(text.tokens) >= self.room:
-            text.tokens, text.ended, seen[row] = text.tokens[:1], True, 0
-        there.emitted, there.length = text.tokens, len(text.tokens) - 1
+            text.ended, seen[row] = True, 0
+        there.emitted = text.tokens[:1] if text.ended else text.tokens
+        there.length = len(there.emitted) - 1
 
     def _pass(self, hidden: Tensor, step: Pass) -> None:
         """Feed every row's last token to the second model, and draw the next one."""
