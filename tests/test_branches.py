@@ -10,7 +10,7 @@ from models import FEW_FAMILIES, VOCABULARY, Fickle, lively_model, ragged
 from layerskip import Lookup
 from layerskip.api.generation import generate
 from layerskip.cache.branches import ROOT, along, depths, trunk
-from layerskip.decoding.controller import Controller
+from layerskip.decoding.controllers import Controller
 from layerskip.decoding.decoding_loop import trunk_first
 from layerskip.decoding.passes import Passes
 from layerskip.decoding.seats import Seat

@@ -18,7 +18,7 @@ from layerskip.api.generation import generate
 from layerskip.backends import captured, native_passes
 from layerskip.backends.fused import Fused
 from layerskip.bench import runner as benchmark
-from layerskip.decoding.controller import Controller
+from layerskip.decoding.controllers import Controller
 from layerskip.decoding.passes import Passes
 from layerskip.model.sublayers import Sublayers
 

@@ -22,8 +22,15 @@ from layerskip.costs.speculation import (
     speedup,
 )
 from layerskip.decoding.acceptance import PRIOR, PRIOR_ROUNDED
-from layerskip.decoding.controller import Chooser, Controller, Offer, completed, signal_of
-from layerskip.decoding.controllers import Fixed, make_controller
+from layerskip.decoding.controllers import (
+    Chooser,
+    Controller,
+    Fixed,
+    Offer,
+    completed,
+    make_controller,
+    signal_of,
+)
 from layerskip.decoding.expected_gain import ExpectedGain
 from layerskip.research.disco import Classifier
 

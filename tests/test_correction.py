@@ -12,7 +12,7 @@ import layerskip
 from layerskip.config.skips import SkipConfig
 from layerskip.costs.correction import CorrectedCosts, Corrections
 from layerskip.costs.speculation import CostTable
-from layerskip.decoding.controller import Offer
+from layerskip.decoding.controllers import Offer
 from layerskip.decoding.expected_gain import ExpectedGain
 
 STEP = 0.012  # seconds

@@ -18,7 +18,7 @@ import layerskip
 from layerskip.api.plan import open_plan
 from layerskip.api.settings import Settings
 from layerskip.costs.speculation import CostTable
-from layerskip.decoding.source_gain import SourceGain
+from layerskip.decoding.acceptance import SourceGain
 from layerskip.decoding.sources import load_drafter
 from layerskip.model.block_drafter import BlockDrafter
 from layerskip.serving.requests import TextRequest

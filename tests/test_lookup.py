@@ -14,8 +14,7 @@ import layerskip
 from layerskip import Lookup, SkipConfig
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding import draws
-from layerskip.decoding.controller import Offer
-from layerskip.decoding.controllers import Controller, Fixed
+from layerskip.decoding.controllers import Controller, Fixed, Offer
 from layerskip.decoding.expected_gain import ExpectedGain
 from layerskip.decoding.noise import accept_uniform, stream_key
 from layerskip.decoding.rules import residual, without

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, TemperatureLogitsWarper,
 import layerskip
 from layerskip import SkipConfig
 from layerskip.costs.speculation import CostTable
-from layerskip.decoding.controller import SIGNALS
+from layerskip.decoding.controllers import SIGNALS
 from layerskip.decoding.draws import DraftedTokens, Draws
 from layerskip.decoding.laws import Law
 from layerskip.decoding.noise import stream_key

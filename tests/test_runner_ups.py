@@ -14,8 +14,7 @@ from layerskip import SkipConfig
 from layerskip.api.generation import generate
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding import live_target
-from layerskip.decoding.controller import Offer
-from layerskip.decoding.controllers import make_controller
+from layerskip.decoding.controllers import Offer, make_controller
 from layerskip.decoding.draws import Draws
 from layerskip.decoding.laws import Law
 from layerskip.native import extension

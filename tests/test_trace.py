@@ -18,8 +18,7 @@ import layerskip
 from layerskip.config.registry import CONTROLLERS
 from layerskip.config.skips import LowPrecision, SkipConfig
 from layerskip.costs.speculation import ContextCosts, CostTable
-from layerskip.decoding.controller import SIGNALS
-from layerskip.decoding.controllers import Confidence, make_controller
+from layerskip.decoding.controllers import SIGNALS, Confidence, make_controller
 from layerskip.decoding.rounds import Round
 from layerskip.model.sublayers import Sublayers
 from layerskip.replay.exit_sweep import exit_sweep

@@ -30,9 +30,8 @@ from layerskip.cache.library_cache import EncoderStates
 from layerskip.config.registry import ADAPTIVE, named
 from layerskip.config.skips import SkipConfig
 from layerskip.costs.speculation import Costs, CostTable
-from layerskip.decoding.controllers import Controller, Fixed, make_controller
+from layerskip.decoding.controllers import AHEAD, Controller, Fixed, make_controller
 from layerskip.decoding.engine import Decoder, Request
-from layerskip.decoding.expected_gain import AHEAD
 from layerskip.decoding.noise import stream_key
 from layerskip.decoding.rules import rule_of
 from layerskip.decoding.sources import HEADS, load_drafter, second_model, source_of

@@ -14,7 +14,7 @@ import torch
 from layerskip.config.skips import DecodingOptions, SkipConfig
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.cached_texts import CachedTexts
-from layerskip.decoding.controller import Controller, completed
+from layerskip.decoding.controllers import Controller, completed
 from layerskip.decoding.sources.base import Source
 from layerskip.decoding.sources.lookup import Lookup
 from layerskip.files import schema

@@ -19,8 +19,7 @@ from torch import Tensor
 from transformers import TemperatureLogitsWarper
 
 from layerskip.config.skips import SkipConfig
-from layerskip.decoding.controller import Controller
-from layerskip.decoding.controllers import Fixed
+from layerskip.decoding.controllers import Controller, Fixed
 from layerskip.decoding.decoding_loop import Loop, Outcome
 from layerskip.decoding.draws import Draws
 from layerskip.decoding.laws import Law, softmax_law

@@ -292,7 +292,10 @@ class RowCache:
         if layer not in self.keys:
             self._allocate(self.keys, layer, *keys, like)
             self._allocate(self.values, layer, *values, like)
-        return self.active_rows(self.keys[layer]), self.active_rows(self.values[layer])
+        keys_of, values_of = self.keys[layer], self.values[layer]
+        if len(self.active) < self.rows:
+            return self.active_rows(keys_of), self.active_rows(values_of)
+        return keys_of, values_of  # without a call, since a pass asks for every layer's
 
     def _allocate(
         self, buffers: dict[int, Tensor], layer: int, heads: int, width: int, like: Tensor

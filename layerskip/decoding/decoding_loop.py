@@ -12,7 +12,7 @@ from torch import Tensor
 
 from layerskip.cache.branches import along, trunk
 from layerskip.costs.speculation import draft_limit, remaining
-from layerskip.decoding.controller import Chooser, Controller, Offer, first_offer, signal_of
+from layerskip.decoding.controllers import Chooser, Controller, Offer, first_offer, signal_of
 from layerskip.decoding.draws import DraftedTokens
 from layerskip.decoding.rounds import Round, joint_source
 from layerskip.decoding.seats import Seat

@@ -14,7 +14,7 @@ from torch import Tensor
 from layerskip.cache.library_cache import EncoderStates
 from layerskip.config.skips import SkipConfig
 from layerskip.decoding.cached_texts import CachedTexts, Reuse
-from layerskip.decoding.controller import Controller, completed
+from layerskip.decoding.controllers import Controller, completed
 from layerskip.decoding.decoding_loop import Loop, Outcome
 from layerskip.decoding.draws import Draws
 from layerskip.decoding.laws import Law

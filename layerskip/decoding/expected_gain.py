@@ -8,15 +8,13 @@ from dataclasses import dataclass, field
 
 from layerskip.costs.correction import MOST_SPARE, SPARE
 from layerskip.costs.speculation import Costs, CostTable
-from layerskip.decoding.acceptance import PRIOR, bin_of
-from layerskip.decoding.controller import Choice, Controller, Offer
-from layerskip.decoding.source_gain import SourceGain
+from layerskip.decoding.acceptance import PRIOR, SourceGain, bin_of
+from layerskip.decoding.controllers import AHEAD, Choice, Controller, Offer
 
 _RATE_WEIGHT = 10.0  # target steps
 _RATE_DECAY = 0.98  # per target step
 BATCH_RATE = 0.25  # gain that a large batch must reach, in tokens per target step
 _SHOWN = 8  # looked-up tokens of a round that measures the cost of many
-AHEAD = 12  # tokens by which a row may be ahead and still count as one of the slowest
 _LOSS_ALLOWED = 2.0  # target steps per row
 _LOSS_SHARE = 0.01  # target steps per token
 

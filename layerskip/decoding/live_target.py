@@ -57,6 +57,9 @@ class LiveTarget:
             native: whether native calls may draw; they handle several laws at once.
         """
         groups: dict[object, tuple[Draws, list[int]]] = {}
+        draws = {seat.draws for seat, _ in places}
+        if len(draws) == 1:
+            return [(draws.pop(), [*range(len(places))])]
         for i, (seat, _) in enumerate(places):
             key = seat.draws.group_key if native else seat.draws
             groups.setdefault(key, (seat.draws, []))[1].append(i)
@@ -274,16 +277,15 @@ class LiveTarget:
     ) -> Drawn:
         """Make the decisions of all texts' laws on raw logits (N, V)."""
         groups = self._by_law(places, native=True)
+        if len(groups) == 1:
+            with places[0][0].alone():
+                return groups.pop()[0].judge(raw, places, drafts, keep=keep)
         drawn = torch.full((len(raw),), -1, device=raw.device)  # (N,)
-        verified = Drawn(drawn)
         for draws, some in groups:
             with places[some[0]][0].alone():
-                if len(groups) == 1:
-                    verified = draws.judge(raw, places, drafts, keep=keep)
-                else:
-                    where = [places[i] for i in some]
-                    drawn[some] = draws.judge(raw[some], where, drafts).tokens
-        return verified
+                where = [places[i] for i in some]
+                drawn[some] = draws.judge(raw[some], where, drafts).tokens
+        return Drawn(drawn)
 
     def commit(self, row: int, emitted: Sequence[int], drafts: DraftedTokens | None) -> None:
         if drafts is None:  # the token after a prompt, all of which has been fed

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import count
 
 from layerskip.costs.speculation import CostTable
-from layerskip.decoding.controller import Controller
+from layerskip.decoding.controllers import Controller
 from layerskip.decoding.decoding_loop import Loop
 from layerskip.decoding.rounds import Round
 from layerskip.replay.recorded import RecordedTarget

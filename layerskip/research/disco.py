@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from layerskip.costs.speculation import CostTable
-from layerskip.decoding.controller import SIGNALS
-from layerskip.decoding.controllers import Fixed
+from layerskip.decoding.controllers import SIGNALS, Fixed
 from layerskip.files import schema
 from layerskip.files.reading import errors_of
 from layerskip.files.records import RunFile, read_run

@@ -15,7 +15,7 @@ from layerskip.api.plan import open_plan
 from layerskip.api.settings import LONGEST_DRAFT
 from layerskip.cache.rows import rounded_up
 from layerskip.decoding.cached_texts import CachedTexts, Reuse
-from layerskip.decoding.controller import completed
+from layerskip.decoding.controllers import completed
 from layerskip.decoding.decoding_loop import Loop, Outcome
 from layerskip.decoding.live_target import LiveTarget
 from layerskip.decoding.passes import Passes

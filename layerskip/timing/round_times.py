@@ -11,8 +11,7 @@ import torch
 
 from layerskip.backends.captured import clock
 from layerskip.costs.cost_model import READ, TimingPoint, Work
-from layerskip.decoding.controller import Offer
-from layerskip.decoding.controllers import Controller
+from layerskip.decoding.controllers import Controller, Offer
 from layerskip.decoding.engine import Decoder, Request
 from layerskip.decoding.laws import Law, of_the_batch
 from layerskip.decoding.passes import Passes
