@@ -91,7 +91,7 @@ def test_a_whole_model_decodes_as_generate_does(kind):
     else:
         want = alone(model, ids, mask)
     drafts = [{"lookup": True}]
-    if [*linears(open_model(model).base)]:
+    if [*linears(open_model(model).decoder)]:
         drafts.append({"skip": EIGHT, "lookup": False})
     drafted = 0
     for draft in drafts:

@@ -39,7 +39,7 @@ _SLOW = """
     helium mpt nemotron olmo olmoe opt persimmon phimoe qwen2_moe stablelm starcoder2
 """
 FAMILIES = [*_QUICK, *slow(*_SLOW.split())]
-_RECURRENT = ("falcon_h1", "lfm2", "mamba", "qwen3_next")
+_RECURRENT = ("falcon_h1", "lfm2", "mamba", "qwen3_5_text", "qwen3_next")
 RECURRENT = [*_RECURRENT, *slow(*(kind for kind in sorted(SERVED) if kind not in _RECURRENT))]
 ENCODERS = ["t5", "t5gemma", "t5gemma2", "bart", *slow("umt5", "mbart", "pegasus", "marian")]
 
@@ -47,8 +47,8 @@ ENCODERS = ["t5", "t5gemma", "t5gemma2", "bart", *slow("umt5", "mbart", "pegasus
 def drafts_of(family):
     """Every draft; in 8 bits only if there are plain linears, which GPT-2 and Falcon lack."""
     model = small_model(family)
-    base = getattr(open_model(model), "base", model)
-    return small.every_draft(model, *([EIGHT] if [*linears(base)] else []))
+    decoder = open_model(model).decoder
+    return small.every_draft(model, *([EIGHT] if [*linears(decoder)] else []))
 
 
 @pytest.mark.parametrize("batch", BATCHES)
@@ -57,7 +57,7 @@ def test_every_draft_gives_the_tokens_of_transformers(family, batch):
     expected = greedy(family, batch)
     opened = sublayers_of(small_model(family))
     encodes = small_model(family).config.is_encoder_decoder
-    assert opened.encoder if encodes else isinstance(opened, Whole)
+    assert opened.encoder if encodes else isinstance(opened, Whole) or opened.recurrent
     assert len({token for row in greedy(family, "ragged") for token in row}) > 1
     assert new_tokens(decode(family, batch, enabled=False)) == expected
     for settings in drafts_of(family):

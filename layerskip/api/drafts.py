@@ -113,14 +113,12 @@ def automatic_draft(
 
 def heads_of(model: OpenedModel, draft: AutomaticDraft) -> list[Source]:
     """The source for the checkpoint's own head, if there is one that drafts."""
-    if isinstance(model, Whole) and draft.head is not None:
-        return [CheckpointHead(model, draft.head)]
-    return []
+    return [] if draft.head is None else [CheckpointHead(model, draft.head)]
 
 
 def _head(model: OpenedModel, memory: int | None, by_memory: bool) -> mtp_head.Head | str | None:
     """The checkpoint's own head, or why it cannot draft; None: there is none, or no memory."""
-    if not isinstance(model, Whole) or model.encoder or memory == 0:
+    if (model.parts and not model.recurrent) or model.encoder or memory == 0:
         return None
     found = mtp_head.find(model)
     if not isinstance(found, mtp_head.Found):

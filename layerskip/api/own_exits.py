@@ -114,7 +114,7 @@ def prior_of(model: OpenedModel, layer: int | None) -> float | None:
 
 def has_exits(model: OpenedModel) -> bool:
     """Whether states between the layers can be read, at all positions of a prompt."""
-    if not isinstance(model, Sublayers) or model.encoder:
+    if not isinstance(model, Sublayers) or model.encoder or model.recurrent:
         return False
     return model.first_reader == model.num_layers > 1
 

@@ -9,18 +9,20 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from layerskip.families.architecture import Architecture, ModelFacts, device_of
 from layerskip.families.family import LayerParts, part_named
+from layerskip.library import cache_name
 from layerskip.weights.draft_head import TrimmedHead
 from layerskip.weights.products import Function, Linear, plain
-from layerskip.weights.rounded import copies_of
+from layerskip.weights.rounded import copies_of, linears
 
 Tables = dict[str, tuple[Tensor, Tensor]]
 """By layer type, (cos, sin) of every position in a call, each (1, S, R)."""
@@ -51,11 +53,13 @@ class Variant:
         bits: 8 or 4 bits for its weights (see `rounded`); None: exact.
         experts: number of a mixture's experts per token; None: as many as in the model.
         window: number of slots that an attention sees (`SkipConfig.window`); None: the model's.
+        draft: whether a recurrent layer runs for a draft, whose states are kept apart.
     """
 
     bits: int | None = None
     experts: int | None = None
     window: int | None = None
+    draft: bool = False
 
 
 EXACT = Variant()
@@ -169,6 +173,8 @@ class LayerBackend(Backend):
         if variant is None:
             return self.tail(self.model.parts[number // 2])
         part = self.model.parts[number // 2].narrowed(variant.window)
+        if part.recurrent is not None and not number % 2:
+            return self.recurrent(part, variant)
         return self.mlp(part, variant) if number % 2 else self.attention(part, variant)
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -200,6 +206,25 @@ class LayerBackend(Backend):
             still = kind == "nope"
             tables[kind] = (torch.ones_like(cos), torch.zeros_like(sin)) if still else (cos, sin)
         return self.rotary_of(tables)
+
+    def recurrent(self, part: LayerParts, variant: Variant) -> Block:
+        """Make the recurrent sublayer of a layer: the library's module, with kept states."""
+        module = rounded(self, part.recurrent, variant, f"layer {part.number}")
+        before, add, name = self.norm_of(part.before), residual_add(part, None), cache_name(module)
+        device = device_of(part.before) if self.model.spread else None
+        assert before is not None
+        assert name is not None
+
+        def mix(x: Tensor, past: Any) -> Tensor:
+            return module(hidden_states=x, **{name: past})  # type: ignore[no-any-return]
+
+        def block(hidden: Tensor, step: Step) -> Tensor:
+            if device is not None:
+                hidden = hidden.to(device)
+            cache, number = step.cache, part.number
+            return add(hidden, cache.run_layer(number, before(hidden), mix, draft=variant.draft))
+
+        return block
 
     @abstractmethod
     def attention(self, part: LayerParts, variant: Variant) -> Block:
@@ -313,3 +338,36 @@ def logit_transform(model: ModelFacts) -> Callable[[Tensor], Tensor] | None:
         return logits if cap is None else (logits / cap).tanh() * cap
 
     return transform
+
+
+def rounded(backend: Backend, module: Any, variant: Variant, name: str) -> Any:
+    """A module with its linear layers rounded, if the variant says so; `name` is for errors."""
+    if variant.bits is None:
+        return module
+    return with_products(module, lambda x: backend.product(x.weight, x.bias, variant), name)
+
+
+def with_products(module: Any, linear: Callable[[nn.Linear], Function], name: str) -> Any:
+    """A shallow copy of a module whose linear layers use other products.
+
+    Replacing them in the module itself would change what other threads compute.
+    """
+    chosen = {id(linear) for linear in linears(module)}
+
+    def copied(each: Any, path: str) -> Any:
+        low = id(each) in chosen
+        parts = {key: copied(part, f"{path}.{key}") for key, part in each._modules.items()}
+        if not low and all(part is parts[key] for key, part in each._modules.items()):
+            return each
+        if "forward" in vars(each):
+            raise ValueError(
+                f"low precision cannot serve this model: {path} has a custom forward, which "
+                "accelerate or a patch has put there; leave low precision out"
+            )
+        made = copy(each)
+        made._modules = parts
+        if low:
+            made.forward = linear(each)
+        return made
+
+    return copied(module, name)

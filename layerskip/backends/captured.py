@@ -65,6 +65,8 @@ def refusal(model: Architecture) -> str | None:
     """Why the passes of a model cannot be captured, or None."""
     if model.device.type not in DEVICES:
         return "CUDA graphs need a GPU"
+    if model.recurrent:
+        return "the library computes its recurrent layers"
     return "in mixtures the host reads which experts run" if model.mixtures else None
 
 

@@ -166,12 +166,16 @@ def _eager(
     return out.view(rows, heads, count, width)  # (B, N, T, D)
 
 
-def _projections(modules: Sequence[Any], linear: Linear) -> Function:
+def _projections(projects: Sequence[Function]) -> Function:
     """Combine linear layers with the same input into one function; outputs are concatenated."""
-    projects = [linear(module.weight, module.bias) for module in modules]
     if len(projects) == 1:
         return projects[0]
     return lambda x: torch.cat([project(x) for project in projects], -1)
+
+
+def _half(project: Function, heads: int, half: int) -> Function:
+    """The queries (0) or gates (1) of a linear layer whose heads have both."""
+    return lambda x: project(x).unflatten(-1, (heads, 2, -1))[..., half, :].flatten(-2)
 
 
 class Attention(NamedTuple):
@@ -212,10 +216,13 @@ def attention(part: LayerParts, *, eager: bool, linear: Linear) -> Attention:
     add = backend.residual_add(part, None if part.after is None else rms_norm(part.after, norm))
     width, scale = module.head_dim, module.scaling
     groups = module.num_key_value_groups
-    project = _projections(part.projections, linear)
+    projects = [linear(each.weight, each.bias) for each in part.projections]
     output = linear(module.o_proj.weight, module.o_proj.bias)
     gate = None if part.gate is None else linear(part.gate.weight, part.gate.bias)
     queries = module.o_proj.weight.shape[1] // width  # N
+    if part.joined:
+        gate, projects[0] = (_half(projects[0], queries, half) for half in (1, 0))
+    project = _projections(projects)
     turning = queries + (queries // groups if part.writes else 0)  # N + K
     place = module.o_proj.weight.device
     q_norm, k_norm, v_norm = (

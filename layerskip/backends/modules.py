@@ -8,15 +8,13 @@ Shapes: B rows, T tokens of a pass, H hidden width, S slots, R rotary width, V v
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from copy import copy
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from layerskip.backends import base as backend
-from layerskip.backends.base import Backend, Block, LayerBackend, Step, Tables, Variant
+from layerskip.backends.base import Block, LayerBackend, Step, Tables, Variant, rounded
 from layerskip.backends.norms import TableRotary
 from layerskip.cache.rows import RowCache
 from layerskip.families.architecture import Architecture, device_of
@@ -31,7 +29,6 @@ from layerskip.families.family import LayerParts
 from layerskip.library import cache_name
 from layerskip.weights.draft_head import TrimmedHead
 from layerskip.weights.products import Function
-from layerskip.weights.rounded import linears
 
 
 class Modules(LayerBackend):
@@ -177,36 +174,3 @@ class _Narrowed(NamedTuple):
 def _on(device: torch.device, function: Function | None = None) -> Function:
     """Make a function that first moves its input to a device."""
     return lambda x: x.to(device) if function is None else function(x.to(device))
-
-
-def rounded(backend: Backend, module: Any, variant: Variant, name: str) -> Any:
-    """A module with its linear layers rounded, if the variant says so; `name` is for errors."""
-    if variant.bits is None:
-        return module
-    return with_products(module, lambda x: backend.product(x.weight, x.bias, variant), name)
-
-
-def with_products(module: Any, linear: Callable[[nn.Linear], Function], name: str) -> Any:
-    """A shallow copy of a module whose linear layers use other products.
-
-    Replacing them in the module itself would change what other threads compute.
-    """
-    chosen = {id(linear) for linear in linears(module)}
-
-    def copied(each: Any, path: str) -> Any:
-        low = id(each) in chosen
-        parts = {key: copied(part, f"{path}.{key}") for key, part in each._modules.items()}
-        if not low and all(part is parts[key] for key, part in each._modules.items()):
-            return each
-        if "forward" in vars(each):
-            raise ValueError(
-                f"low precision cannot serve this model: {path} has a custom forward, which "
-                "accelerate or a patch has put there; leave low precision out"
-            )
-        made = copy(each)
-        made._modules = parts
-        if low:
-            made.forward = linear(each)
-        return made
-
-    return copied(module, name)

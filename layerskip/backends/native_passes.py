@@ -53,9 +53,9 @@ def refusal(model: Architecture) -> str | None:
     """Why a model that the fused path supports has no native passes, or None."""
     if model.device.type != "cpu":
         return f"native passes need a CPU; the model is on {model.device.type}"
-    modules = [*model.layers, model.unembedding]
+    modules = [each for part in model.parts for _, each in part.modules] + [model.unembedding]
     modules += [model.decoder.per_layer_model_projection] if model.inputs_width else []
-    weights = [w for each in modules for w in (*each.parameters(), *each.buffers())]
+    weights = [w for m in modules for w in (*m.parameters(False), *m.buffers(False))]
     dtypes = {model.dtype, *(weight.dtype for weight in weights)}
     if len(dtypes) > 1 or not dtypes <= {*_DTYPES}:
         return f"native passes need float32 or bfloat16, not {sorted(map(str, dtypes))}"
@@ -259,7 +259,8 @@ class Native(Fused):
             after=self._norm(part.after),
             inputs=[*map(matrix, part.projections)],
             output=matrix(module.o_proj),
-            gate=None if part.gate is None else matrix(part.gate),
+            gate=None if part.gate is None or part.joined else matrix(part.gate),
+            joined=part.joined,
             sinks=part.sinks,
             q_norm=q_norm,
             k_norm=k_norm,

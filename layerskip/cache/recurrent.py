@@ -3,6 +3,7 @@
 Each row keeps the state after its last committed token, or an earlier one, and the newest state. A
 pass starts from the newest state that has seen none of its tokens, and feeds the tokens in between
 again before its own. If all drafts were accepted, that is the newest, and none is fed twice.
+Where sublayers are opened, only recurrent layers are fed again, with the inputs that are kept.
 Shapes: R rows of a pass, T tokens, H hidden width.
 """
 
@@ -41,7 +42,8 @@ class RecurrentState(NamedTuple):
 
     Attributes:
         end: number of tokens.
-        tensors: by kind ("conv", "recurrent") and number of the layer, for one row, (1, ...).
+        tensors: by kind ("conv", "recurrent") and number of the layer, for one row, (1, ...). Where
+            sublayers are opened, the newest state also has "inputs", from the committed one on.
     """
 
     end: int
@@ -49,23 +51,110 @@ class RecurrentState(NamedTuple):
 
 
 _NOTHING = RecurrentState(0, {})
+Mix = Callable[[Tensor, Cache], Tensor]
+"""A recurrent layer: maps its inputs (r, t, H) and the library's cache to outputs (r, t, H)."""
+
+
+class _RowInPass(NamedTuple):
+    """What the recurrent layers of an opened model do with a row in a pass.
+
+    Attributes:
+        start: the state from which they continue.
+        kept: the newest tensors before the pass, with each layer's latest inputs, (1, n, H).
+        again: the inputs that they are fed again.
+        stays: the inputs that are kept together with the pass's own.
+        states: the states to fill: one before the pass if many are fed again, and one after it.
+    """
+
+    start: RecurrentState
+    kept: dict[tuple[str, int], Tensor]
+    again: range
+    stays: range
+    states: list[RecurrentState]
+
+    def inputs(self, number: int, which: range) -> Tensor:
+        return self.kept["inputs", number][:, which.start : which.stop]
 
 
 class RecurrentCache(LibraryCache):
     """Keys, values and states of rows; passes are grouped by the number of tokens they feed.
 
     Args:
-        make: makes the library's layers of an empty cache.
+        make: makes the library's layers of an empty cache, for models that run as a whole.
     """
 
     def __init__(
-        self, rows: int, slots: int, windows: Sequence[int | None], make: Callable[[], list[Any]]
+        self,
+        rows: int,
+        slots: int,
+        windows: Sequence[int | None],
+        make: Callable[[], list[Any]] = list,
     ) -> None:
         super().__init__(rows, slots, windows)
         self.make = make
         self._tokens = torch.zeros(rows, slots, dtype=torch.long)  # (B, S), tokens fed so far
         self._states = [[_NOTHING] for _ in range(rows)]  # the committed one, and the newest
         self._drafted = [_NOTHING] * rows  # of a draft with other weights, in this round
+        self._pass: list[_RowInPass] = []
+
+    def place(self, *given: Any, **how: Any) -> None:
+        super().place(*given, **how)
+        self._pass = []
+
+    def run_layer(self, number: int, inputs: Tensor, mix: Mix, *, draft: bool) -> Tensor:
+        """Run a recurrent layer of an opened model on its inputs (R, T, H) in a pass.
+
+        Args:
+            draft: as for `run`.
+        """
+        if not self._pass:
+            rows = enumerate(self.active)
+            self._pass = [self._begun(place, row, draft) for row, place in rows]
+        groups: dict[tuple[int, bool, int], list[int]] = defaultdict(list)
+        for row, run in enumerate(self._pass):
+            groups[len(run.again), run.start.end == 0, len(run.states)].append(row)
+        out = torch.empty_like(inputs)
+        for (lag, empty, count), some in groups.items():
+            runs, layer = [self._pass[row] for row in some], LinearAttentionLayer()
+            fed = inputs[some]  # (r, T, H)
+            if lag:
+                again = torch.cat([run.inputs(number, run.again) for run in runs])  # (r, lag, H)
+                fed = torch.cat((again, fed), 1)
+            for kind in () if empty else ("conv", "recurrent"):
+                _fill(layer, kind, torch.cat([run.start.tensors[kind, number] for run in runs]))
+            past, pieces = Cache(layers=[layer] * (number + 1)), []
+            for at, piece in enumerate(fed.tensor_split([lag] if count > 1 else [], 1)):
+                pieces.append(mix(piece, past))
+                for kind, held in _contents(layer).items():
+                    held = held.clone()  # changed in place by the next piece
+                    for row, run in enumerate(runs):
+                        run.states[at].tensors[kind, number] = held[row : row + 1]
+            out[some] = torch.cat(pieces, 1)[:, lag:]
+        for row, run in enumerate(() if draft else self._pass):
+            own = inputs[row : row + 1]  # (1, T, H)
+            stays = [run.inputs(number, run.stays)] if run.stays else []
+            run.states[-1].tensors["inputs", number] = torch.cat((*stays, own), 1)
+        return out
+
+    def _begun(self, place: int, row: int, draft: bool) -> _RowInPass:
+        before, first = self._states[place], self.firsts[row]
+        start, since = self._start(place, row, draft), before[0].end
+        states = [RecurrentState(first + self.count, {})]
+        if first - start.end > LONGEST and not draft:
+            states.insert(0, RecurrentState(first, {}))
+        for state in states:
+            self._add(place, row, state, draft)
+        again = range(start.end - since, first - since)
+        stays = range(self._states[place][0].end - since, first - since)
+        return _RowInPass(start, before[-1].tensors, again, stays, states)
+
+    def _add(self, place: int, row: int, state: RecurrentState, draft: bool) -> None:
+        """Keep a row's state after a pass."""
+        if draft:
+            self._drafted[place] = state
+        else:
+            settled = [s for s in self._states[place] if s.end <= self.settled[row]]
+            self._states[place] = [*settled[-1:], state]
 
     def run(
         self,
@@ -146,26 +235,18 @@ class RecurrentCache(LibraryCache):
         tensors: dict[tuple[str, int], Tensor] = {}
         for number, layer in enumerate(past.layers):
             if isinstance(layer, LinearAttentionLayer):
-                for kind, held in (
-                    ("conv", layer.conv_states),
-                    ("recurrent", layer.recurrent_states),
-                ):
-                    if held[0] is not None:
-                        tensors[kind, number] = held[0]
+                tensors |= {(kind, number): each for kind, each in _contents(layer).items()}
         for at, (row, place) in enumerate(zip(rows, places, strict=True)):
             state = RecurrentState(end, {name: each[at : at + 1] for name, each in tensors.items()})
-            if draft:
-                self._drafted[place] = state
-            else:
-                settled = [s for s in self._states[place] if s.end <= self.settled[row]]
-                self._states[place] = [*settled[-1:], state]
+            self._add(place, row, state, draft)
 
     def parts(self, place: int, first: int, end: int) -> Iterator[tuple[tuple[str, int], Tensor]]:
         """As for `RowCache`, and the state at the end as the last slot's contents, (..., 1, D)."""
         yield from super().parts(place, first, end)
         state = next(each for each in self._states[place] if each.end == end)  # see `reusable`
         for name, tensor in state.tensors.items():
-            yield name, tensor[0].unsqueeze(-2)  # (..., 1, D)
+            if name[0] != "inputs":
+                yield name, tensor[0].unsqueeze(-2)  # (..., 1, D)
 
     def fill(self, place: int, part: tuple[str, int], end: int, held: Tensor) -> None:
         if part[0] in ("keys", "values"):
@@ -213,6 +294,12 @@ class _Both(LinearAttentionLayer, AttentionLayer):  # type: ignore[override]
     def __init__(self, *given: Any) -> None:
         LinearAttentionLayer.__init__(self)
         AttentionLayer.__init__(self, *given)
+
+
+def _contents(layer: LinearAttentionLayer) -> dict[str, Tensor]:
+    """The states of one of the library's layers, by kind."""
+    held = {"conv": layer.conv_states[0], "recurrent": layer.recurrent_states[0]}
+    return {kind: each for kind, each in held.items() if each is not None}
 
 
 def _fill(layer: Any, kind: str, tensor: Tensor) -> None:

@@ -222,6 +222,7 @@ class Architecture(ModelFacts):
             for kind in self.layer_types
         )
         self.parts = tuple(self._parts())
+        self.recurrent = any(part.recurrent is not None for part in self.parts)
         self.kinds = tuple(dict.fromkeys(part.kind for part in self.parts))
         named = [getattr(outer, name) for name in wrapper.placeholders] if wrapper else []
         self.placeholders = [token for token in named if token is not None]
@@ -254,7 +255,7 @@ class Architecture(ModelFacts):
 
     def parts_of(self, number: int, layer: Any, window: int | None, kind: str) -> LayerParts:
         """Describe a decoder layer of this family, with its own keys and without a tail."""
-        base = self.family.rotates(layer.self_attn)
+        base = self.family.rotates(getattr(layer, "self_attn", None))
         kind = (kind if base is True else str(base)) if base else "nope"
         norms = (part_named(layer, name) for name in self.family.norms)
         norms = (None if isinstance(norm, nn.Identity) else norm for norm in norms)
@@ -292,6 +293,8 @@ class Architecture(ModelFacts):
         nbytes: dict[int | None, float] = defaultdict(float)
         for number in range(self.num_layers) if layers is None else layers:
             part = self.parts[number].narrowed(window)
+            if part.recurrent is not None:
+                continue
             seen = None if part.window is None else part.window + part.sink
             nbytes[seen] += 2 * math.prod(part.heads) * self.dtype.itemsize
         return dict(nbytes)

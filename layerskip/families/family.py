@@ -35,6 +35,8 @@ class Family:
             set), or "by type" (as `config.layer_types` says).
         projections: the linear layers for queries, keys and values; a layer may lack some.
         gate: the linear layer whose sigmoid multiplies what the attention has read; "" for none.
+            If it is that of the queries, each head's queries are followed by its gate.
+        recurrent: the module of a layer that has a recurrent state in place of keys; "" for none.
         head_norms: the norms of queries, keys and values; a layer may lack some.
         late_norms: whether they follow the rotation instead of preceding it.
         query_factor: the attribute of the attention by which normed queries are multiplied; "" for
@@ -72,6 +74,7 @@ class Family:
     windows: Literal["none", "all", "by type"] = "none"
     projections: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     gate: str = ""
+    recurrent: str = ""
     head_norms: tuple[str, str, str] = ("q_norm", "k_norm", "v_norm")
     late_norms: bool = False
     query_factor: str = ""
@@ -203,8 +206,20 @@ class LayerParts:
 
     @property
     def attention(self) -> Any:
-        """The attention module."""
-        return self.module.self_attn
+        """The attention module, or the recurrent one in its place."""
+        return self.module.self_attn if self.recurrent is None else self.recurrent
+
+    @property
+    def recurrent(self) -> Any:
+        """The module with a recurrent state, or None."""
+        return part_named(self.module, self.family.recurrent)
+
+    @property
+    def modules(self) -> list[tuple[str, Any]]:
+        """Its modules by name, without the recurrent one, which is always called."""
+        own = self.family.recurrent
+        named = self.module.named_modules()
+        return [each for each in named if not own or each[0].partition(".")[0] != own]
 
     @property
     def cross(self) -> list[Any]:
@@ -249,6 +264,11 @@ class LayerParts:
         """The score of a slot without a value, for each head (N,), or None."""
         sinks: Tensor | None = self.attention._parameters.get("sinks")
         return sinks
+
+    @property
+    def joined(self) -> bool:
+        """Whether the gate is part of the linear layer for queries."""
+        return self.gate is not None and self.family.gate == self.family.projections[0]
 
     @property
     def query_factor(self) -> float:
@@ -296,6 +316,8 @@ class LayerParts:
 
     def narrows(self, window: int | None) -> bool:
         """Whether it sees less in a draft with a window (`SkipConfig.window`)."""
+        if self.recurrent is not None:
+            return False
         return window is not None and (self.window is None or window < self.window)
 
     def narrowed(self, window: int | None) -> LayerParts:

@@ -116,6 +116,10 @@ _FAMILIES = (
     Family("phi3", windows="all", projections=("qkv_proj",), **_IN_ONE),
     Family("qwen2", windows="by type"),
     Family("qwen3", windows="by type"),
+    # Three of four layers have a recurrent state, which the library computes.
+    Family(
+        "qwen3_5_text", package="qwen3_5", norm="one plus", gate="q_proj", recurrent="linear_attn"
+    ),
     Family("qwen3_moe", windows="all", mixture=_qwen3_moe),
     # Some layers do not rotate queries and keys by their positions.
     Family("smollm3", windows="by type", rotates=lambda attention: bool(attention.use_rope)),

@@ -36,7 +36,8 @@ def refusal(model: Architecture) -> str | None:
     norm = model.decoder.norm.weight
     if torch.is_autocast_enabled(norm.device.type):
         return "autocast is on, whose rules follow the library's own calls"
-    parameters = [p for layer in model.layers for p in layer.parameters()]
+    modules = [module for part in model.parts for _, module in part.modules]
+    parameters = [p for each in modules for p in each.parameters(recurse=False)]
     places = {(p.device, p.dtype) for p in [*parameters, norm]}
     if len(places) > 1 or model.spread:
         return f"weights lie on several devices or in several dtypes: {sorted(map(str, places))}"
@@ -66,10 +67,10 @@ def _involved(model: Architecture) -> Iterator[tuple[str, Any]]:
     if model.inputs_width:
         yield "the layers' inputs", decoder.per_layer_model_projection
         yield "their norm", decoder.per_layer_projection_norm
-    for index, layer in enumerate(model.layers):
-        for name, module in layer.named_modules():
+    for part in model.parts:
+        for name, module in part.modules:
             if name:
-                yield f"layer {index} {name}", module
+                yield f"layer {part.number} {name}", module
 
 
 def _not_plain(module: Any, home: str, name: str) -> str | None:

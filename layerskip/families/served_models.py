@@ -24,7 +24,7 @@ _GROUPS = {
         apertus arcee cwm ernie4_5 exaone exaone4 gemma gemma2 gemma3_text gemma4_text
         gemma4_unified_text glm glm4 granite granite_swa helium hunyuan_v1_dense hyperclovax
         internlm3 iquestcoder llama ministral ministral3 mistral mixtral olmo2 olmo3 phi3 qwen2
-        qwen3 qwen3_moe seed_oss smollm3 vaultgemma
+        qwen3 qwen3_5_text qwen3_moe seed_oss smollm3 vaultgemma
     """,
     "opened, with pictures": """
         gemma3 gemma4 gemma4_unified llava llava_next mistral3 muse_glimmer
@@ -42,8 +42,8 @@ _GROUPS = {
         llama4_text longcat_flash mamba mamba2 mellum mimo_v2_flash minicpm3 minimax_m2
         minimax_m3_vl_text mllama modernbert-decoder moss_transcribe_diarize mpt nanochat nemotron
         nemotron_h olmo olmo_hybrid olmoe opt persimmon phi phi4_multimodal phimoe qwen2_moe qwen3_5
-        qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next sarvam_mla sarvam_moe solar_open
-        stablelm starcoder2 xglm youtu
+        qwen3_5_moe qwen3_5_moe_text qwen3_next sarvam_mla sarvam_moe solar_open stablelm starcoder2
+        xglm youtu
     """,
     "whole, with an encoder": """
         bart bigbird_pegasus blenderbot blenderbot-small led longt5 m2m_100 marian mbart mt5 mvp

@@ -96,7 +96,7 @@ class DraftWeights:
         self._check_keys(skip)
         self._check_experts(skip)
         blocks = []
-        for index in range(skip.shared_prefix(), kept[-1] + 1):
+        for index in range(self.shared_prefix(skip), kept[-1] + 1):
             if index in kept:
                 variant = self._variant(index, skip, rounded=index in rounded)
                 blocks.append(self._block(index, variant))
@@ -104,12 +104,17 @@ class DraftWeights:
                 blocks.append(self._block(index, None))
         return [*blocks, self.head(skip)]
 
+    def shared_prefix(self, skip: SkipConfig) -> int:
+        """The number of first sublayers whose states verification takes over from a draft."""
+        return 0 if self.model.recurrent else skip.shared_prefix()
+
     def _variant(self, sublayer: int, skip: SkipConfig, *, rounded: bool) -> Variant:
         part = self.model.parts[sublayer // 2]
         bits = skip.low.bits if skip.low is not None and rounded else None
         if sublayer % 2:
             return Variant(bits, experts=skip.experts if part.mixture else None)
-        return Variant(bits, window=skip.window if part.narrows(skip.window) else None)
+        window = skip.window if part.narrows(skip.window) else None
+        return Variant(bits, window=window, draft=part.recurrent is not None)
 
     def _block(self, index: int, variant: Variant | None) -> Block:
         """A sublayer in a variant; None: what follows an MLP even if it is skipped."""

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from layerskip.backends.base import EXACT, Backend, Block, Step, Variant
-from layerskip.backends.modules import rounded
+from layerskip.backends.base import EXACT, Backend, Block, Step, Variant, rounded
 from layerskip.cache.library_cache import LibraryCache, Positions
 from layerskip.cache.recurrent import ONE_BY_ONE, RecurrentCache
 from layerskip.cache.rows import RowCache, additive
@@ -104,7 +103,7 @@ class Forward(Backend):
 
     def sublayer(self, number: int, variant: Variant | None = EXACT) -> Block:
         assert variant is not None  # no layer is left out
-        base = rounded(self, self.model.base, variant, "the decoder")
+        base = rounded(self, self.model.decoder, variant, "the decoder")
         return self._block(base, draft=variant.bits is not None)
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -119,9 +118,9 @@ class Forward(Backend):
 
     def head(self, rows: TrimmedHead | None = None, bits: int | None = None) -> Block:
         """The library's own forward, given the decoder's states instead of tokens."""
-        whole = self.model.model
+        whole, config, inner = self.model.model, self.model.decoder.config, self.model.inner
         parts = {
-            name: _GivenStates(self.model.base.config, part) if part is self.model.inner else part
+            name: _GivenStates(config, part) if part is inner else part
             for name, part in whole._modules.items()
         }
         for name, part in self.model.head_parts().items():

@@ -18,7 +18,7 @@ from layerskip.library import cache_name
 from layerskip.weights.formats.tensors import Tensors
 
 if TYPE_CHECKING:
-    from layerskip.model.whole import Whole
+    from layerskip.model.opened_model import OpenedModel
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _HEADS = re.compile(r"(?:^|\.)mtp(?:\.|_)|^model\.layers\.(\d+)\.")
@@ -57,9 +57,9 @@ class Head(nn.Module):
         model: the model it belongs to, with a type in `LAYOUTS`.
     """
 
-    def __init__(self, model: Whole) -> None:
+    def __init__(self, model: OpenedModel) -> None:
         super().__init__()
-        base, config = model.base, model.config
+        base, config = model.decoder, model.config
         width, norm = config.hidden_size, type(base.norm)
         types = getattr(config, "layer_types", None) or ["full_attention"] * len(base.layers)
         number = max(i for i, kind in enumerate(types) if kind == "full_attention")
@@ -105,7 +105,7 @@ class Found(NamedTuple):
         return sum(weight.numel() for weight in self.head.state_dict().values())
 
 
-def find(model: Whole) -> Found | str | None:
+def find(model: OpenedModel) -> Found | str | None:
     """Find the head in the files of a model: the head, why it cannot draft, or None for no head.
 
     Raises:

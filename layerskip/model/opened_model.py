@@ -112,7 +112,7 @@ class OpenedModel(ModelFacts):
     branches: bool
     _held: Any
     encoded: EncoderStates | None = None
-    recurrent = False
+    recurrent: bool
     read: Sequence[Tensor] = ()
 
     def _compute_with(
@@ -129,7 +129,7 @@ class OpenedModel(ModelFacts):
 
         In other backends, library kernels may sum in another order for other pass sizes.
         """
-        return self.execution == "native"
+        return self.execution == "native" and not self.recurrent
 
     def weak(self) -> OpenedModel:
         """The same opened model, without keeping the model itself alive."""
@@ -276,6 +276,10 @@ class OpenedModel(ModelFacts):
         """The likeliest token after each state (N, H), of any depth, by `logits`: (N,)."""
         parts = hidden.split(max(16, LOGITS // self.vocabulary))
         return torch.cat([self.logits(some[None])[0].argmax(-1) for some in parts])
+
+    @abstractmethod
+    def normed(self, states: Tensor) -> Tensor:
+        """States after all sublayers (B, T, H) as the model's head reads them."""
 
     def trimmed(self, tokens: Sequence[int]) -> OpenedModel:
         """The same opened model, with `DraftWeights.trimmed`."""

@@ -81,6 +81,12 @@ def opened_of(model: Any) -> Sublayers:
     if isinstance(opened, Whole):
         raise ValueError(opened.refusal("it has no states between sublayers"))
     assert isinstance(opened, Sublayers)
+    if opened.recurrent:
+        raise ValueError(
+            "models with recurrent layers are not supported here, since their states would have to "
+            "be replayed; they draft with sublayers left out or rounded, by lookups, by a second "
+            "model, and by their own head"
+        )
     if opened.encoder:
         raise ValueError(
             "encoder-decoders are not supported here; their decoders draft "

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from torch import nn
+from torch import Tensor, nn
 
 from layerskip.backends import captured, native_passes
 from layerskip.backends.base import Backend, Block
 from layerskip.backends.fused import Fused
 from layerskip.backends.modules import Modules
+from layerskip.cache.recurrent import RecurrentCache
 from layerskip.cache.rows import RowCache
 from layerskip.families import plain
 from layerskip.families.architecture import Architecture
@@ -45,11 +46,14 @@ class Sublayers(Architecture, OpenedModel):
 
     def __init__(self, model: nn.Module, execution: str = "auto") -> None:
         super().__init__(model)
-        self.branches = not self.encoder
+        self.branches = not (self.encoder or self.recurrent)
         self._compute_with(*_backend(self, execution), DraftWeights)
 
     def chosen(self, sublayers: Iterable[int]) -> list[Block]:
         return [self.blocks[index] for index in sublayers]
+
+    def normed(self, states: Tensor) -> Tensor:
+        return self.decoder.norm(states)  # type: ignore[no-any-return]
 
     def own_cache(self, rows: int, slots: int) -> RowCache:
         if not any(part.writes for part in self.parts):
@@ -59,6 +63,8 @@ class Sublayers(Architecture, OpenedModel):
             )
         slots = self.backend.capacity(slots)
         trims, zeros = self.backend.trims, self.backend.zeros
+        if self.recurrent:
+            return RecurrentCache(rows, slots, self.windows)
         return RowCache(rows, slots, self.windows, trims=trims, zeros=zeros)
 
 

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
@@ -127,7 +127,7 @@ class Whole(OpenedModel):
         model: a causal language model or encoder-decoder of `transformers`, or a PEFT wrapper.
 
     Attributes:
-        base: the decoder, without the head.
+        decoder: the decoder, without the head.
         inner: the part of the model that is the decoder, or contains it and an encoder.
         window_by_type: the sliding window in tokens, or None for full attention, by layer type; ""
             if a config names no types.
@@ -160,12 +160,12 @@ class Whole(OpenedModel):
         self._held = model
         self._reference = weakref.ref(model)
         self.encoder = config.is_encoder_decoder
-        self.inner, self.base = self._decoder(model)
-        text: Any = (self.base.config if self.encoder else config).get_text_config()
+        self.inner, self.decoder = self._decoder(model)
+        text: Any = (self.decoder.config if self.encoder else config).get_text_config()
         self.config = text
         self._check_rope()
         self.eager = text._attn_implementation == "eager"
-        layers = DynamicCache(config=self.base.config if self.encoder else config).layers
+        layers = DynamicCache(config=self.decoder.config if self.encoder else config).layers
         self.num_layers = len(layers)
         self.num_sublayers = 2 * self.num_layers
         # A sliding layer of the library's cache has a window. Here, masks hide the slots instead.
@@ -176,8 +176,8 @@ class Whole(OpenedModel):
         if "sliding_attention" in self.window_by_type:
             self.window_by_type["sliding_attention"] = text.sliding_window
         self.recurrent = any(type(layer).__name__ in recurrents.KINDS for layer in layers)
-        self.together = not self.recurrent and _accepts_positions(self.base, self.window_by_type)
-        counts = "create_position_ids_from_input_ids" not in _source(type(self.base))
+        self.together = not self.recurrent and _accepts_positions(self.decoder, self.window_by_type)
+        counts = "create_position_ids_from_input_ids" not in _source(type(self.decoder))
         self.uncounted = -1 if counts or text.pad_token_id is None else text.pad_token_id
         self.vocabulary = text.vocab_size
         self.max_positions = getattr(text, "max_position_embeddings", None) or _NO_LIMIT
@@ -205,10 +205,13 @@ class Whole(OpenedModel):
         """The error message for something that needs the sublayers."""
         return f"this model runs as a whole, as {self.reason}: {what}; {DRAFTS}"
 
+    def normed(self, states: Tensor) -> Tensor:
+        return states
+
     def weight_bytes(self, bits: int | None = None, **_: Any) -> dict[str, Any]:
         """Like that of an opened model, with the decoder as the only entry of "sublayers"."""
-        tables = [each for each in self.base.modules() if isinstance(each, nn.Embedding)]
-        body = read_bytes(self.base, bits) - sum(read_bytes(table, bits) for table in tables)
+        tables = [each for each in self.decoder.modules() if isinstance(each, nn.Embedding)]
+        body = read_bytes(self.decoder, bits) - sum(read_bytes(table, bits) for table in tables)
         head = sum(read_bytes(part, bits) for part in self.head_parts().values())
         return {"sublayers": [body], "head": head}
 
@@ -240,7 +243,7 @@ class Whole(OpenedModel):
         }
 
     def _decoder(self, model: Any) -> tuple[Any, Any]:
-        """`inner` and `base` of a model. The decoder must be callable separately from the head."""
+        """`inner` and `decoder`. The decoder must be callable separately from the head."""
         parts = [part for part in model._modules.values() if part is not None]
         named = [model.base_model, part_named(model, "model")]
         named += [model.get_decoder()] if self.encoder else []
@@ -301,7 +304,7 @@ class _Weights(DraftWeights):
 
     def linears(self, sublayers: Sequence[int] | None = None) -> Iterator[nn.Linear]:
         if sublayers is None or len(sublayers):
-            yield from linears(self.model.base)
+            yield from linears(self.model.decoder)
 
     def module(self, skip: SkipConfig) -> Any:
         raise ValueError(self.model.refusal("it cannot draft with trained modules"))

@@ -26,7 +26,6 @@ from layerskip.decoding.sources.base import Batch, Source, State
 from layerskip.decoding.sources.trained import BEST
 from layerskip.library import file_of
 from layerskip.model.opened_model import OpenedModel, Pass
-from layerskip.model.whole import Whole
 
 _FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 
@@ -141,14 +140,13 @@ class _MedusaState(State):
     def __init__(self, batch: Batch, source: Medusa) -> None:
         super().__init__(batch)
         self.heads, self.longest = source.heads, source.longest
-        whole = isinstance(source.model, Whole)  # whose last states are already normed
-        self.norm: Any = nn.Identity() if whole else source.model.decoder.norm
+        self.normed = source.model.normed
         self.tap: int = batch.model.num_sublayers
 
     def step(self, tokens: Tensor, hidden: Tensor, step: Pass, offset: int) -> Tensor:
         if not offset:
             # The state that drew the last token; head k predicts the token k places after it.
             state = self.batch.tapped(self.tap, self.places(), 1, before=1)[:, 0]  # (R, H)
-            self.raw: Tensor = self.heads(self.norm(state))  # (R, K, V)
+            self.raw: Tensor = self.heads(self.normed(state))  # (R, K, V)
         # A round's last step may follow the last draft.
         return self.raw[:, min(offset, self.raw.shape[1] - 1)]

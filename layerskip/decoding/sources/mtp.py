@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerskip.backends.base import composed
 from layerskip.cache.library_cache import LibraryCache
 from layerskip.cache.rows import additive
 from layerskip.decoding.sources.base import Batch, Source, State
@@ -31,9 +32,11 @@ class CheckpointHead(Source):
         head: the head with its weights.
     """
 
-    def __init__(self, model: Whole, head: Head) -> None:
+    def __init__(self, model: OpenedModel, head: Head) -> None:
         self.model, self.module = model, head
-        self.head = model.weights.head()
+        # That of an opened model also applies the model's own norm.
+        whole = isinstance(model, Whole)
+        self.head = model.weights.head() if whole else composed(model.unembedding)
 
     name = "mtp"
     words = "the checkpoint's own head for the token after the next"
@@ -61,7 +64,8 @@ class CheckpointHead(Source):
 
     def before(self, batch: Batch, places: Sequence[int], count: int, rows: range) -> Tensor:
         """The states (R, count, H) before each row's tokens from those places on."""
-        return batch.tapped(self.model.num_sublayers, places, count, before=1, rows=rows)
+        states = batch.tapped(self.model.num_sublayers, places, count, before=1, rows=rows)
+        return self.model.normed(states)
 
     def compute(self, tokens: Tensor, states: Tensor, cache: LibraryCache) -> Tensor:
         """The head's states (R, T, H), from tokens (R, T) and the states (R, T, H) before them.
@@ -75,7 +79,7 @@ class CheckpointHead(Source):
             embedded,
             states,
             attention_mask=additive(seen, model.dtype) if model.eager else seen,
-            position_embeddings=model.base.rotary_emb(embedded, places),
+            position_embeddings=model.decoder.rotary_emb(embedded, places),
             position_ids=places,
             cache=cache.for_library(),
         )

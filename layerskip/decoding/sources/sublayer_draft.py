@@ -27,7 +27,7 @@ class SublayerDraft(Source):
 
     def __init__(self, model: OpenedModel, skip: SkipConfig) -> None:
         self.model, self.skip, self.blocks = model, skip, model.weights.blocks(skip)
-        self.prefix = skip.shared_prefix()
+        self.prefix = model.weights.shared_prefix(skip)
         # Rounding to 8 bits alone hardly changes the model's output.
         rounded = skip.low is not None and skip.low.bits == 8 and not skip.skipped()
         self.prior = PRIOR_ROUNDED if rounded else PRIOR

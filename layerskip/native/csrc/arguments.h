@@ -70,7 +70,8 @@ struct Arguments {
         check_matrix<S>(*each->output, width_, own);
         if (each->gate) check_matrix<S>(*each->gate, own, width_);
         if (each->sinks) ::check<S>(*each->sinks, {each->heads}, "sinks");
-        require(!each->gate || !each->sinks, "an attention has a gate or sinks");
+        require(!each->opens() || !each->sinks, "an attention has a gate or sinks");
+        require(!each->joined || each->width % 32 == 0, "heads with gates have whole panels of rows");
       } else if (each->kind == Kind::mlp) {
         if (each->mixture) check_mixture<S>(*each->mixture);
         require(each->gated || each->inputs.size() == 1, "an MLP without a gate has one input");

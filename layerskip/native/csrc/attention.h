@@ -216,7 +216,7 @@ struct Attention {
       for (int64_t i = 0; i < padded(width); ++i) {
         if (i % LANES == 0) rounded<S>(Vec::loadu(all + 2 + i) * by).store(some);
         if (const int64_t at = kernel.place(i, width); at < width)
-          to[at] = rounded<S>(some[i % LANES] * (layer.gate ? gate[at] : kept));
+          to[at] = rounded<S>(some[i % LANES] * (layer.opens() ? gate[at] : kept));
       }
     });
   }

@@ -152,7 +152,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
             "divisor", layer.divisor)("eager", layer.eager)("act", layer.act)(
             "factor", layer.factor)("gate", layer.gate)("sinks", layer.sinks)(
             "query_factor", layer.query_factor)("pairs", layer.pairs)(
-            "late_norms", layer.late_norms)("gated", layer.gated).check();
+            "late_norms", layer.late_norms)("gated", layer.gated)("joined", layer.joined).check();
         return plan.add(std::move(layer));
       })
       .def("run", &Plan::run, py::arg("hidden"), py::arg("which"), py::arg("keys"),

@@ -55,7 +55,13 @@ class Pass : Arguments {
         pieces_.push_back({&each->inputs[0], 0, outputs});
         pieces_.push_back({&each->inputs[0], outputs, outputs});
       } else {
-        for (const Matrix& matrix : each->inputs) pieces_.push_back({&matrix, 0, matrix.rows()});
+        const int64_t heads = each->joined ? each->heads : 0, width = each->width;
+        for (int64_t h = 0; h < heads; ++h)
+          pieces_.push_back({&each->inputs[0], 2 * h * width, width});
+        for (size_t i = each->joined; i < each->inputs.size(); ++i)
+          pieces_.push_back({&each->inputs[i], 0, each->inputs[i].rows()});
+        for (int64_t h = 0; h < heads; ++h)
+          pieces_.push_back({&each->inputs[0], (2 * h + 1) * width, width});
       }
       if (each->gate) pieces_.push_back({&*each->gate, 0, each->gate->rows()});
       if (each->kind == Kind::attention) outputs = each->opened();
@@ -440,11 +446,13 @@ class Pass : Arguments {
     const int64_t stride = layer.opened(), gate = layer.projected();
     int64_t offset = 0;
     take(me, x);
-    for (const Matrix& matrix : layer.inputs) {
+    for (size_t left = layer.inputs.size() + (layer.joined ? heads - 1 : 0); left; --left) {
+      const int64_t rows = pieces_[me.done].rows;
       multiply(me, first_ + offset, stride);
-      offset += matrix.rows();
+      offset += rows;
     }
-    if (layer.gate) multiply(me, first_ + gate, stride);
+    const int64_t gates = layer.gate ? 1 : layer.joined ? heads : 0;
+    for (int64_t h = 0; h < gates; ++h) multiply(me, first_ + gate + h * width, stride);
     me.meet();
     const bool q_whole = of_all(layer.q_norm, width), k_whole = of_all(layer.k_norm, width);
     if (q_whole || k_whole) {
@@ -478,7 +486,7 @@ class Pass : Arguments {
       if (head < heads) {
         norm_and_turn(q_whole ? std::nullopt : layer.q_norm);
         float* open = first_ + token * stride + gate + head * width;
-        if (layer.gate) map(width, open, [](Vec x) { return rounded<S>(sigmoid(x)); }, open);
+        if (layer.opens()) map(width, open, [](Vec x) { return rounded<S>(sigmoid(x)); }, open);
         continue;
       }
       float* value = x + kv * width;

@@ -85,13 +85,14 @@ struct Sublayer {
   double divisor = 1, factor = 1;  // the logits are divided and multiplied by them
   bool eager = false;   // round scores as the library's eager attention does
   bool pairs = false;   // a rotation turns neighbouring numbers, not those of two halves
+  bool joined = false;  // the rows of each head's queries are followed by those of its gate
   bool late_norms = false;  // queries and keys are normalised after their rotation
   bool gated = true;    // an MLP has a gate; otherwise its only input is activated
   Activation act;
 
-  // rows of all inputs together
+  // rows of all inputs together, without gates
   int64_t outputs() const {
-    int64_t total = 0;
+    int64_t total = joined ? -heads * width : 0;
     for (const Matrix& matrix : inputs) total += matrix.rows();
     return total;
   }
@@ -102,7 +103,8 @@ struct Sublayer {
   // numbers of a token's queries, keys and values
   int64_t projected() const { return (heads + (writes() ? 2 * kv_heads : 0)) * width; }
   // the same with a gate, which follows them
-  int64_t opened() const { return projected() + (gate ? heads * width : 0); }
+  int64_t opened() const { return projected() + (opens() ? heads * width : 0); }
+  bool opens() const { return gate || joined; }
   // inputs of an MLP's output
   int64_t inner() const { return outputs() / (gated ? 2 : 1); }
 };
