@@ -26,13 +26,15 @@ SHAPE = {
     "rms_norm_eps": 1e-6,
 }
 MODELS = {"gemma3": "gemma3_text", "gemma4": "gemma4_text", "qwen3moe": "qwen3_moe"}
+MODELS |= {"hunyuan-dense": "hunyuan_v1_dense"}
 FILES = {"mistral": "llama", "mixtral": "llama", "olmo3": "olmo2"}
-TURNED = ("llama", "granite", "smollm3")  # their files interleave both halves of each head
+TURNED = ("arcee", "granite", "llama", "smollm3")  # their files interleave both halves of each head
 SHIFTED = ("gemma", "gemma2", "gemma3")  # and these hold the weights of norms plus one
 _ARCHITECTURES = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
 _MIXED = {"num_experts_per_tok": 2, "intermediate_size": 256}
 _MOE = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2}
 OWN = {  # values of a configuration
+    "arcee": {"pad_token_id": None},
     "gemma2": {"sliding_window": 8},
     "gemma3": {"sliding_window": 8},
     "gemma4": {
@@ -225,7 +227,7 @@ def _describe(writer, kind, config, shape):
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_residual_scale(config.residual_multiplier)
         writer.add_logit_scale(config.logits_scaling)
-    if kind in ("mixtral", "olmo3", "smollm3"):  # whose default is not that of a file
+    if kind in ("ernie4_5", "mixtral", "olmo3", "smollm3"):  # whose default is not that of a file
         rope = config.rope_parameters
         writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
     if kind == "phi3":

@@ -269,6 +269,16 @@ ARCHITECTURES = {
         tensors=(FACTORS,),
         more=_granite,
     ),
+    "arcee": FileArchitecture("arcee", interleaved=True, tensors=(FACTORS,)),
+    "ernie4_5": FileArchitecture("ernie4_5"),
+    "hunyuan-dense": FileArchitecture(
+        "hunyuan_v1_dense",
+        names={
+            "attn_q_norm": "self_attn.query_layernorm",
+            "attn_k_norm": "self_attn.key_layernorm",
+        },
+    ),
+    "seed_oss": FileArchitecture("seed_oss"),
     "olmo2": FileArchitecture("olmo2", counts=_WINDOW, reads=(_PATTERN,), more=_olmo2),
     "phi3": FileArchitecture(
         "phi3",
