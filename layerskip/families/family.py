@@ -262,7 +262,7 @@ class LayerParts:
     @property
     def sinks(self) -> Tensor | None:
         """The score of a slot without a value, for each head (N,), or None."""
-        sinks: Tensor | None = self.attention._parameters.get("sinks")
+        sinks: Tensor | None = getattr(self.attention, "sinks", None)
         return sinks
 
     @property
