@@ -12,7 +12,7 @@ import pytest
 import torch
 from commands import process
 from covering import covering
-from guesses import path_of, tree
+from guesses import Guesses, path_of, tree
 from marks import slow, thorough
 from models import FAMILIES, WINDOW, lively_model, prompt, tiny_model
 
@@ -179,6 +179,21 @@ def test_drafts_in_few_bits_are_those_of_fused_blocks(bits, device, monkeypatch)
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
+def test_trees_keep_the_text(device, monkeypatch):
+    """Also where nodes are padded to a power of two."""
+    from layerskip.backends import kernels
+
+    model, ids = lively_model("llama", dtype=torch.float32, num_hidden_layers=2), prompt(9)
+    model, ids, new = model.to(device), ids.to(device), 8
+    monkeypatch.setattr(captured, "_kernels", lambda _: kernels)
+    want = generate(model, ids, max_new_tokens=new, execution="fused", enabled=False).sequences
+    how = {"skip": None, "sources": [Guesses(want[:, 9:].tolist())], "controller": "fixed"}
+    how |= {"max_draft_length": 5, "lookup": False}
+    out = generate(model, ids, max_new_tokens=new, execution="captured", **how)
+    assert torch.equal(out.sequences, want)
+    assert out.stats.num_accepted_tokens > 0
+
+
 @pytest.mark.parametrize(
     ("family", "widths", "right", "wrong"),
     [
@@ -194,15 +209,18 @@ def test_drafts_in_few_bits_are_those_of_fused_blocks(bits, device, monkeypatch)
         ("llama", "even", "if start + SPLIT > root:", "if start > root:"),
     ],
 )
-def test_a_wrong_kernel_is_seen(family, widths, right, wrong, compare, tmp_path):
+def test_a_wrong_kernel_is_seen(family, widths, right, wrong, compare, tmp_path, monkeypatch):
     """Negative controls of every kernel; the one with other columns gives wrong bits alone."""
-    from layerskip.backends import kernels
-
-    source, path = Path(kernels.__file__).read_text("utf-8"), tmp_path / "altered.py"
-    assert source.count(right) == 1
-    path.write_text(source.replace(right, wrong), "utf-8")
-    spec = importlib.util.spec_from_file_location("altered", path)
-    spec.loader.exec_module(altered := importlib.util.module_from_spec(spec))
+    found = 0
+    for name in ("layerskip.backends.kernel_products", "layerskip.backends.kernels"):
+        source = Path(importlib.util.find_spec(name).origin).read_text("utf-8")
+        found += source.count(right)
+        path = tmp_path / f"{name}.py"
+        path.write_text(source.replace(right, wrong), "utf-8")
+        spec = importlib.util.spec_from_file_location(name, path)
+        monkeypatch.setitem(sys.modules, name, altered := importlib.util.module_from_spec(spec))
+        spec.loader.exec_module(altered)
+    assert found == 1
     bits = {"pairs": 4, "stride": 8}.get(right.strip("(").split()[0])
     error, same = compare(altered, family, widths, 1, 5, 125, None, bits, trees="root" in right)
     if "itemsize" in right:
@@ -218,7 +236,8 @@ def test_on_a_cpu(cases):
     """Triton reads TRITON_INTERPRET when it is imported, so this takes a process of its own."""
     tests = (
         *(test_kernels_compute_what_fused_blocks_do, test_nodes_have_the_bits_of_their_path),
-        *(test_drafts_in_few_bits_are_those_of_fused_blocks, test_a_wrong_kernel_is_seen),
+        *(test_drafts_in_few_bits_are_those_of_fused_blocks, test_trees_keep_the_text),
+        test_a_wrong_kernel_is_seen,
     )
     names = [f"{__file__}::{test.__name__}" for test in tests]
     done = subprocess.run(
