@@ -9,7 +9,7 @@ from models import FEW_FAMILIES, VOCABULARY, Fickle, lively_model, ragged
 
 from layerskip import Lookup
 from layerskip.api.generation import generate
-from layerskip.cache.branches import ROOT, along, depths, trunk
+from layerskip.cache.branches import ROOT, Branches, along, depths, trunk
 from layerskip.decoding.controllers import Controller
 from layerskip.decoding.decoding_loop import trunk_first
 from layerskip.decoding.passes import Passes
@@ -116,6 +116,9 @@ def test_depths_and_paths():
     assert along(parents, tokens, [7, 5, 5, 3]) == [2, 4, 5]
     assert along(parents, tokens, [5, 5]) == [1]
     assert along(parents, tokens, [9]) == []
+    branches = Branches([tree(random.Random(0), 64), tree(random.Random(1), 64)], 3)
+    sees = branches.paths[..., None] >> torch.arange(64) & 1
+    assert torch.equal(sees.bool(), branches.sees[:, 3:])
 
 
 def texts_of(out, width):

@@ -13,7 +13,7 @@ from engines import Script, decoder, play, request
 from guesses import Guesses
 from models import FAMILIES, lively_model, prompt, tiny_model
 
-from layerskip import Lookup, SkipConfig
+from layerskip import LayerSkipDecoding, Lookup, SkipConfig
 from layerskip.api.generation import generate
 from layerskip.backends import captured, native_passes
 from layerskip.backends.fused import Fused
@@ -52,6 +52,11 @@ def test_without_a_gpu_there_is_one_notice_and_the_fused_path(monkeypatch):
     with pytest.warns(UserWarning, match="fused path: CUDA graphs need a GPU"):
         opened = Sublayers(tiny_model("llama"), "captured")
     assert opened.describe() == "fused: CUDA graphs need a GPU"
+
+
+def test_drafts_in_few_bits_must_be_asked_for():
+    words = LayerSkipDecoding(execution="captured").explain(tiny_model("llama"))
+    assert "not measured on a GPU; ask for them with --low-precision 8" in words
 
 
 def test_without_a_compiler_passes_take_torchs_kernels():

@@ -64,8 +64,13 @@ class Branches:
     @cached_property
     def paths(self) -> Tensor:
         """`sees` of the pass's tokens, each as the bits of a number, (B, T); for up to 64 nodes."""
-        bits = self.sees[:, self.first :].long() << torch.arange(self.nodes)  # (B, T, N)
-        return bits.sum(-1)
+        paths = []
+        for parents in self.parents:
+            bits: list[int] = []
+            for node, parent in enumerate(parents):
+                bits.append(1 << node | (0 if parent == ROOT else bits[parent]))
+            paths.append(bits[self.first :])
+        return torch.tensor(paths, dtype=torch.uint64).view(torch.int64)
 
 
 def depths(parents: Sequence[int]) -> list[int]:
