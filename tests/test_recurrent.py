@@ -28,7 +28,7 @@ def test_long_prompts_and_many_rejected_drafts(kind):
     out = layerskip.generate(model, ids, **how)
     assert out.sequences.tolist() == want.tolist()
     wrong = out.stats.num_draft_tokens - out.stats.num_accepted_tokens
-    assert wrong > 40 or kind == "mamba"  # whose text repeats here, so that lookups are right
+    assert wrong > 20 or kind == "mamba"  # whose text repeats here, so that lookups are right
 
 
 @pytest.mark.parametrize("kind", ["falcon_h1", *thorough("mamba"), "qwen3_5_text"])
@@ -121,6 +121,8 @@ def test_opened_hybrids_draft_with_any_sublayers(execution, draft):
     model = copy.deepcopy(plain).float() if execution == "native" else plain
     assert sublayers_of(model, execution).execution == execution
     how = {"lookup": False, "controller": Erratic(3), "max_draft_length": 4, "execution": execution}
+    why = "library computes recurrent" if execution == "native" else "passes are not native"
+    assert why in layerskip.LayerSkipDecoding(execution=execution, lookup=False).explain(model)
     out = decoded(model, (ids, mask), **how, **OPENED[draft])
     assert new_tokens(out) == want
     assert out.stats.num_accepted_tokens < out.stats.num_draft_tokens

@@ -124,9 +124,11 @@ class Plan:
         hint = exits_hint(model, name, self.skips)
         lines += [] if hint is None else [hint]
         if not model.exact:
+            native = model.execution == "native"
+            why = "the library computes recurrent layers" if native else "passes are not native"
             lines.append(
-                "texts equal those of plain decoding up to near-ties: passes are not native, and "
-                "libraries sum in another order when a batch has other sizes"
+                f"texts equal those of plain decoding up to near-ties: {why}, and libraries sum in "
+                "another order when a batch has other sizes"
             )
         return "\n".join(lines)
 
