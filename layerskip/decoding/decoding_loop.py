@@ -13,11 +13,10 @@ from torch import Tensor
 from layerskip.cache.branches import along, trunk
 from layerskip.costs.speculation import draft_limit, remaining
 from layerskip.decoding.controllers import Chooser, Controller, Offer, first_offer, signal_of
-from layerskip.decoding.draws import DraftedTokens
 from layerskip.decoding.rounds import Round, joint_source
 from layerskip.decoding.seats import Seat
 from layerskip.decoding.sources.base import Proposal, State
-from layerskip.decoding.target import StepRequest, Target, VerifyResult
+from layerskip.decoding.target import DraftedTokens, StepRequest, Target, VerifyResult
 from layerskip.texts.tokens import common_prefix
 
 

@@ -14,10 +14,10 @@ from torch import Tensor
 from layerskip.cache.branches import along, depths
 from layerskip.cache.rows import on_device
 from layerskip.decoding.cached_texts import Reuse
-from layerskip.decoding.draws import DraftedTokens, Drawn, Draws, Place
+from layerskip.decoding.draws import Drawn, Draws, Place
 from layerskip.decoding.passes import Passes, Position
 from layerskip.decoding.rules import COUPLED, Rule
-from layerskip.decoding.target import StepRequest, StepResult, VerifyResult
+from layerskip.decoding.target import DraftedTokens, StepRequest, StepResult, VerifyResult
 
 # The moves of rows so far, and every row with its length and last token.
 _Start = tuple[int, list[tuple[int, int, int]]]

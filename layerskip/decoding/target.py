@@ -1,19 +1,99 @@
-"""The interface of a round's target, which drafts and verifies: a live model or a recording.
+"""The target of rounds, which drafts and verifies: its interface, and what it is given and returns.
 
 Shapes: N positions, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from layerskip.decoding.draws import DraftedTokens
+from layerskip.cache.branches import ROOT, path_to
 from layerskip.decoding.passes import Position
 from layerskip.decoding.rules import Rule
 from layerskip.decoding.sources.base import Batch
+
+
+@dataclass
+class DraftedTokens:
+    """The tokens drafted in a round, by row.
+
+    Attributes:
+        step_free, chosen: rows whose tokens were drafted without steps, and after all steps.
+        parents: for rows with branches, the node that each token follows (`Proposal.parents`).
+        num_steps: number of draft steps.
+        kept_steps: number of these steps whose states verification reuses.
+        steps: for every draft step of chains, its positions, and the tokens drawn there, -1 for
+            none, (N,).
+        laws: for the rejection rule, the draft's distribution (V,) at every position of all steps.
+        unread: whether no token has been read from the device yet.
+    """
+
+    tokens: list[list[int]]
+    confidences: list[list[float]]
+    lengths: list[int]
+    step_free: set[int] = field(default_factory=set)
+    chosen: set[int] = field(default_factory=set)
+    parents: dict[int, Sequence[int]] = field(default_factory=dict)
+    num_steps: int = 0
+    kept_steps: int = 0
+    steps: list[tuple[list[Position], Tensor]] = field(default_factory=list)
+    laws: list[Tensor] = field(default_factory=list)
+    unread: bool = False
+
+    @classmethod
+    def of(cls, rows: int) -> DraftedTokens:
+        return cls([[] for _ in range(rows)], [[] for _ in range(rows)], [0] * rows)
+
+    def propose(self, row: int, tokens: Sequence[int], parents: Sequence[int] | None) -> None:
+        self.tokens[row], self.lengths[row] = list(tokens), len(tokens)
+        if parents is not None:
+            self.parents[row] = parents
+
+    def token(self, position: Position) -> int:
+        """The token drafted at a position; -1 if there is none, or it has not been read yet."""
+        row, offset = position
+        return self.tokens[row][offset] if offset < len(self.tokens[row]) else -1
+
+    def before(self, row: int, offset: int) -> list[int]:
+        """The drafted tokens on the path to a node, including its own; node 0 is the last token."""
+        tokens, parents = self.tokens[row], self.parents.get(row)
+        if parents is None:
+            return tokens[:offset]
+        return [tokens[node - 1] for node in path_to(parents, offset)]
+
+    def positions(self, rows: Iterable[int]) -> list[Position]:
+        """The positions to verify: that of each drafted token, and the one after the last."""
+        return [(row, offset) for row in rows for offset in range(self.lengths[row] + 1)]
+
+    def branches(self, rows: Iterable[int]) -> list[list[int]] | None:
+        """The parent of each token of a pass, by row (see `Passes.verify`); None for chains."""
+        if not self.parents:
+            return None
+        followed, most = [], max(self.lengths)
+        for row in rows:
+            parents = self.parents.get(row, ())
+            followed.append([ROOT, *parents, *range(len(parents), most)])
+        return followed
+
+    def nodes(self, positions: Sequence[Position]) -> list[int]:
+        """The node of each position, all of a row with branches, which have the depth instead."""
+        seen: Counter[int] = Counter()
+        nodes = []
+        for row, offset in positions:
+            nodes.append(seen[row] if row in self.parents else offset)
+            seen[row] += 1
+        return nodes
+
+    def at(self, positions: Sequence[Position]) -> list[int]:
+        """The index of each position among those of all steps, -1 for none."""
+        places = {position: i for i, position in enumerate(chain(*(at for at, _ in self.steps)))}
+        return [places.get(position, -1) for position in positions]
 
 
 class StepRequest(NamedTuple):

@@ -5,45 +5,39 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from layerskip.decoding.draws import DraftedTokens
+from torch import Tensor
+
 from layerskip.decoding.passes import Position
 from layerskip.decoding.sources.base import Proposal, State
-from layerskip.decoding.target import StepRequest, StepResult, VerifyResult
+from layerskip.decoding.target import DraftedTokens, StepRequest, StepResult, VerifyResult
 from layerskip.replay.replayed_drafts import Replay, TextBatch
 from layerskip.replay.token_draws import NOTHING
 from layerskip.texts.tokens import common_prefix
 
 
-class _TextDraft:
-    """The proposals of a replayed draft from every start of a text."""
-
-    def __init__(self, replay: Replay, text: int) -> None:
-        rows = replay.texts[text]
-        tokens, ends = replay.tokens[rows], replay.ends[rows]  # (starts, J)
-        self.tokens = tokens.tolist()
-        self.margins = replay.margins[rows].tolist()
-        self.confidences = replay.confidences[rows].tolist()
-        self.agreeing = replay.matches[rows].cumprod(1).sum(1).tolist()
-        self.longest = replay.longest
-        self.match = None if replay.matched is None else replay.matched[rows].tolist()
-        offered = (tokens >= 0) & (ends.long().cumsum(1) == ends)
-        self.lengths = offered.sum(1).tolist()
-
-    def offer(self, start: int, most: int) -> Proposal:
-        if self.match is None:
-            return Proposal(min(most, self.longest or most))
-        return Proposal.of(self.tokens[start][: min(most, self.lengths[start])], self.match[start])
-
-
 class _Replayed(State):
-    """The state of a source that was replayed from every start of the texts."""
+    """A replayed source's state, which knows its drafts from every start of some texts."""
 
-    def __init__(self, batch: TextBatch, texts: Sequence[_TextDraft]) -> None:
+    def __init__(self, batch: TextBatch, replay: Replay, texts: Sequence[int]) -> None:
         super().__init__(batch)
-        self.seats, self.texts = batch.seats, texts
+        self.seats, self.longest = batch.seats, replay.longest
+
+        def by_text(values: Tensor) -> list[list[Any]]:
+            return [values[replay.texts[text]].tolist() for text in texts]
+
+        self.tokens, self.margins = by_text(replay.tokens), by_text(replay.margins)
+        self.confidences = by_text(replay.confidences)
+        self.agreeing = by_text(replay.matches.cumprod(1).sum(1))
+        offered = (replay.tokens >= 0) & (replay.ends.long().cumsum(1) == replay.ends)  # (N, J)
+        self.lengths = by_text(offered.sum(1))
+        self.matched = None if replay.matched is None else by_text(replay.matched)
 
     def offer(self, row: int, most: int) -> Proposal:
-        return self.texts[row].offer(self.seats[row].start, most)
+        if self.matched is None:
+            return super().offer(row, most)
+        start = self.seats[row].start
+        tokens = self.tokens[row][start][: min(most, self.lengths[row][start])]
+        return Proposal.of(tokens, self.matched[row][start])
 
 
 class RecordedTarget:
@@ -56,19 +50,19 @@ class RecordedTarget:
         self.texts = [trace.texts[text] for text in texts]
         self.batch = batch = TextBatch(trace, self.texts)
         self.rule = batch.draws.rule
-        self.drafts = [[_TextDraft(each, text) for text in texts] for each in sources]
         batch.sources = [each.source for each in sources]
-        batch.states = [_Replayed(batch, each) for each in self.drafts]
+        self.drafts = [_Replayed(batch, each, texts) for each in sources]
+        batch.states = self.drafts
         self.tokens = [text.tokens[text.prompt :].tolist() for text in self.texts]
 
     def draft(self, drafts: DraftedTokens, rows: Sequence[int], ask: StepRequest) -> StepResult:
-        step, tables = drafts.num_steps, self.drafts[ask.source]
-        self._source = ask.source
-        places = [(tables[row], self.batch.seats[row].start) for row in rows]
-        kind = "margins" if ask.signal == "margin" else "confidences"
+        step, source = drafts.num_steps, self.drafts[ask.source]
+        self._source = source
+        sure = source.margins if ask.signal == "margin" else source.confidences
+        starts = [(row, self.batch.seats[row].start) for row in rows]
         return StepResult(
-            [[draft.tokens[start][step]] for draft, start in places],
-            [getattr(draft, kind)[start][step] for draft, start in places],
+            [[source.tokens[row][start][step]] for row, start in starts],
+            [sure[row][start][step] for row, start in starts],
         )
 
     def prefill(self, ends: Any = None, read: Any = None) -> None:
@@ -95,7 +89,7 @@ class RecordedTarget:
             if row in drafts.step_free:
                 agreeing = common_prefix(drafted, following)
             elif drafted:
-                agreeing = min(len(drafted), self.drafts[self._source][row].agreeing[start])
+                agreeing = min(len(drafted), self._source.agreeing[row][start])
             else:
                 agreeing = 0
             tokens[row] = [*following, NOTHING][: agreeing + 1]
