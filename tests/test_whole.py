@@ -35,8 +35,8 @@ from layerskip.weights.rounded import linears
 
 _QUICK = ("cohere2", "deepseek_v3", "gemma3n_text", "gpt_oss", "llama4_text", "phi")
 _SLOW = """
-    bloom codegen cohere ernie4_5 exaone4 falcon glm4 glm4_moe gpt2 gpt_neo gpt_neox gptj granitemoe
-    helium mpt nemotron olmo olmoe opt persimmon phimoe qwen2_moe stablelm starcoder2
+    bloom codegen cohere falcon glm4_moe gpt2 gpt_neo gpt_neox gptj granitemoe mpt nemotron olmo
+    olmoe opt persimmon phimoe qwen2_moe stablelm starcoder2
 """
 FAMILIES = [*_QUICK, *slow(*_SLOW.split())]
 _RECURRENT = ("falcon_h1", "lfm2", "mamba", "qwen3_5_text", "qwen3_next")
