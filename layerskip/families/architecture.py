@@ -42,25 +42,27 @@ class ModelFacts(ABC):
         dtype, device: of the embedding, which takes tokens and returns logits.
     """
 
-    config: Any
     parts: Sequence[LayerParts]
     decoder: Any
     unembedding: Any
     softcap: float | None = None
     logits_divisor = logits_factor = 1.0
     inputs_width = 0
-    eager: bool
     windows: Sequence[int | None]
     encoder: bool
     spread: bool
-    dtype: torch.dtype
-    device: torch.device
-    num_layers: int
-    num_sublayers: int
-    vocabulary: int
     max_positions: int
     wrapper: Any = None
-    _reference: Any
+
+    def __init__(self, model: nn.Module, config: Any, num_layers: int, embedding: Any) -> None:
+        self._held: Any = model
+        self._reference = weakref.ref(model)
+        self.config = config
+        self.eager = config._attn_implementation == "eager"
+        self.num_layers, self.num_sublayers = num_layers, 2 * num_layers
+        self.vocabulary: int = config.vocab_size
+        self.dtype: torch.dtype = embedding.weight.dtype
+        self.device = device_of(embedding)
 
     @property
     def model(self) -> Any:
@@ -193,13 +195,9 @@ class Architecture(ModelFacts):
                 f"attention implementation {attention!r} is not supported; load the model with "
                 f"attn_implementation={' or '.join(map(repr, _ATTENTION))}"
             )
-        self._held: Any = model
-        self._reference = weakref.ref(model)
         self._weight_bytes: dict[
             Any, dict[str, Any]
         ] = {}  # by arguments; a walk takes milliseconds
-        self.config = config
-        self.eager = attention == "eager"
         self.family = FAMILIES[config.model_type]
         inner: Any = model.model
         self.wrapper = wrapper = CONDITIONAL.get(outer.model_type)
@@ -210,10 +208,9 @@ class Architecture(ModelFacts):
             decoder, head = inner.decoder, head.out_proj
         self.decoder, self.unembedding = decoder, head
         self.layers: Sequence[Any] = decoder.layers[: config.num_hidden_layers]
+        super().__init__(model, config, len(self.layers), decoder.embed_tokens)
         self._check_calls(inner)
         self._check_rope()
-        self.num_layers = len(self.layers)
-        self.num_sublayers = 2 * self.num_layers
         self.layer_types = tuple(
             self.family.layer_type(config, layer) for layer in range(self.num_layers)
         )
@@ -236,11 +233,7 @@ class Architecture(ModelFacts):
             float(getattr(config, name)) if name else 1.0
             for name in (self.family.divisor, self.family.multiplier)
         )
-        self.vocabulary: int = config.vocab_size
         self.max_positions: int = config.max_position_embeddings
-        embedding = decoder.embed_tokens
-        self.dtype: torch.dtype = embedding.weight.dtype
-        self.device: torch.device = device_of(embedding)
         ends = [decoder.norm, self.unembedding, *(part.before or part.after for part in self.parts)]
         self.spread = len({device_of(each) for each in ends} | {self.device}) > 1
 

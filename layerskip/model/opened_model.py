@@ -110,7 +110,6 @@ class OpenedModel(ModelFacts):
     """
 
     branches: bool
-    _held: Any
     encoded: EncoderStates | None = None
     recurrent: bool
     read: Sequence[Tensor] = ()

@@ -12,7 +12,6 @@ from __future__ import annotations
 import inspect
 import sys
 import warnings
-import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -29,7 +28,7 @@ from layerskip.cache import recurrent as recurrents
 from layerskip.cache.library_cache import LibraryCache
 from layerskip.cache.rows import RowCache
 from layerskip.config.skips import SkipConfig
-from layerskip.families.architecture import device_of, foreign_hooks, own_forward, read_bytes
+from layerskip.families.architecture import foreign_hooks, own_forward, read_bytes
 from layerskip.families.family import part_named
 from layerskip.families.known import two_way, unopened
 from layerskip.families.wrappers import UnsupportedModelError, config_of, unwrapped
@@ -143,7 +142,7 @@ class Whole(OpenedModel):
     parts = ()
     branches = False  # the library's forward sees all earlier slots
 
-    def __init__(self, model: nn.Module, execution: str = "auto") -> None:
+    def __init__(self, model: Any, execution: str = "auto") -> None:
         model = unwrapped(model)
         config: Any = config_of(model)
         how, why = support(model)
@@ -157,17 +156,12 @@ class Whole(OpenedModel):
             )
         if model.training:
             raise ValueError("model is in training mode, where dropout is drawn; call model.eval()")
-        self._held = model
-        self._reference = weakref.ref(model)
         self.encoder = config.is_encoder_decoder
         self.inner, self.decoder = self._decoder(model)
         text: Any = (self.decoder.config if self.encoder else config).get_text_config()
-        self.config = text
-        self._check_rope()
-        self.eager = text._attn_implementation == "eager"
         layers = DynamicCache(config=self.decoder.config if self.encoder else config).layers
-        self.num_layers = len(layers)
-        self.num_sublayers = 2 * self.num_layers
+        super().__init__(model, text, len(layers), model.get_input_embeddings())
+        self._check_rope()
         # A sliding layer of the library's cache has a window. Here, masks hide the slots instead.
         window = vars(layers[0]).get("sliding_window")
         self.windows = (None,) * self.num_layers
@@ -179,10 +173,7 @@ class Whole(OpenedModel):
         self.together = not self.recurrent and _accepts_positions(self.decoder, self.window_by_type)
         counts = "create_position_ids_from_input_ids" not in _source(type(self.decoder))
         self.uncounted = -1 if counts or text.pad_token_id is None else text.pad_token_id
-        self.vocabulary = text.vocab_size
         self.max_positions = getattr(text, "max_position_embeddings", None) or _NO_LIMIT
-        embedding = self.model.get_input_embeddings()
-        self.dtype, self.device = embedding.weight.dtype, device_of(embedding)
         self.spread = len({weight.device for weight in model.parameters()}) > 1
         self._compute_with(Forward(self), why, _Weights)
 
