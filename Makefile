@@ -103,15 +103,9 @@ $(LONG_SAMPLED): $(RUNS)/context-%-sampled.jsonl:
 	$(BIN)/layerskip benchmark $(AT) --dtype $* --max-new-tokens 64 --output $@ \
 		--method plain --method self --do-sample --temperature 0.8
 
-# The same checkpoint on a GPU, two minutes.
-ON_GPU := smollm2 --device cuda --dtype bfloat16 $(CHATS) --repeats 2 --max-new-tokens 64
-ON_GPU_GREEDY := $(RUNS)/smollm2-gpu.jsonl
-ON_GPU_SAMPLED := $(RUNS)/smollm2-gpu-sampled.jsonl
+# All that is said of a GPU, ten minutes: that checkpoint, published shapes, servers, the library's ways.
 benchmark-gpu: checkpoints
-	rm -f $(ON_GPU_GREEDY) $(ON_GPU_SAMPLED)
-	$(BIN)/layerskip benchmark $(ON_GPU) $(PEERS) --method generate-prompt-lookup --output $(ON_GPU_GREEDY)
-	$(BIN)/layerskip benchmark $(ON_GPU) --method plain --method self --do-sample --temperature 0.8 \
-		--output $(ON_GPU_SAMPLED)
+	$(BIN)/python scripts/benchmark_gpu.py --output $(RUNS)/gpu.json
 
 .PHONY: $(SAMPLED) $(GREEDY) $(REAL) $(LONG_GREEDY) $(LONG_SAMPLED)
 .PRECIOUS: $(SAMPLED) $(GREEDY)

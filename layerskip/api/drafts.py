@@ -32,6 +32,9 @@ WINDOW = 1024
 WORTH = 0.75
 """Maximum size of the default draft's copies, as a share of the stored weights' bytes."""
 
+MEASURED = ("native",)
+"""Passes with which 8 bits are the default, as they were measured; "captured" (a GPU) was not."""
+
 SHARE = 0.5
 """Share of the free memory that copies may take by default."""
 
@@ -141,7 +144,7 @@ def _rounded(model: OpenedModel, memory: int | None, by_memory: bool) -> Automat
     sees = any(part.narrows(WINDOW) for part in model.parts)
     window = WINDOW if sees and model.max_positions > WINDOW + SINK else None
     skip = replace(SkipConfig.low_precision(8), window=window)
-    if model.execution != "native":
+    if model.execution not in MEASURED:
         reason = _loaded_without(model)
         if reason is not None:
             return AutomaticDraft(None, reason, loading=memory != 0)

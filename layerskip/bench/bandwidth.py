@@ -17,7 +17,9 @@ from layerskip.bench.methods import Decoded, Engine, Method
 from layerskip.costs.speculation import keys_read
 from layerskip.model.opened_model import OpenedModel
 
-STEPWISE = ("plain", "generate", "llama.cpp")  # methods with one token per row and pass
+STEPWISE = ("plain", "generate", "generate-static", "generate-compiled", "llama.cpp")
+"""Methods with one token per row and pass."""
+
 SIZE = 256 << 20  # bytes per sweep: more than caches hold, but quick to read in a benchmark
 
 

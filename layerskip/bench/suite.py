@@ -245,6 +245,9 @@ class Suite:
             copied = {"prompt_lookup_num_tokens": PROMPT_LOOKUP_TOKENS}
             details: dict[str, Any] = {"num_tokens": PROMPT_LOOKUP_TOKENS}
             methods.append(Peer(model, task, name, options=copied, details=details))
+        for name in sorted(kinds & {"generate-static", "generate-compiled"}):
+            how = {"cache_implementation": "static", "disable_compile": name != "generate-compiled"}
+            methods.append(Peer(model, task, name, options=how, details=how))
         if (name := "generate-assistant") in kinds and assistant is not None:
             second = {"assistant_model": assistant.model}
             details = {"assistant": assistant.name}

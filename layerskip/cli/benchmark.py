@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 DEFAULT_METHODS = ("plain", "self", "generate")
 ASSISTED = ("self-assistant", "generate-assistant")
-PEERS = ("generate-early-exit", "generate-prompt-lookup", "llama.cpp", "llama.cpp-flash")
+STATIC = ("generate-static", "generate-compiled")
+PEERS = ("generate-early-exit", "generate-prompt-lookup", *STATIC, "llama.cpp", "llama.cpp-flash")
 METHODS = (*DEFAULT_METHODS, "self-lookup", "self-8bit", "self-together", *ASSISTED, *PEERS)
 _METHODS, _CONTROLLERS = ", ".join(METHODS), f"<{'|'.join(names('controller'))}>"
 LONGEST = 8  # longest draft of --explain, in tokens
