@@ -72,7 +72,7 @@ class Corrections:
             new = min(ratios) if work == plain and len(ratios) < _FEW else median(ratios)
             if abs(new - before) > _MOVED or len(ratios) == _FEW:
                 self._typical[work] = new
-                self.version += 1
+                self.version += work != plain  # costs are in plain steps
             if self._seen % _OLD == 0:
                 for old in [k for k, last in self._last.items() if last <= self._seen - _OLD]:
                     del self._ratios[old], self._last[old]
