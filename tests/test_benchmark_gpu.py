@@ -5,6 +5,7 @@ import json
 import benchmark_gpu
 import torch
 from models import lively_model, prompt
+from transformers import StaticCache
 
 import layerskip
 
@@ -43,4 +44,7 @@ def test_the_compiled_loop_writes_the_models_text():
     plain = layerskip.generate(model, ids, enabled=False, max_new_tokens=20).sequences[0, 12:]
     step = benchmark_gpu.compiled(model, really=False)
     for drafted in (0, 5):
-        assert benchmark_gpu.compiled_loop(model, step, ids, 20, drafted) == plain.tolist()
+        cache = StaticCache(config=model.config, max_cache_len=12 + 20 + drafted + 1)
+        for _ in range(2):
+            text = benchmark_gpu.compiled_loop(model, step, cache, ids, 20, drafted)
+            assert text == plain.tolist()

@@ -1,5 +1,7 @@
 """A model's own exits: what its first prompts tell of them, and when they draft."""
 
+from functools import partial
+
 import pytest
 import torch
 from checkpoints import save_checkpoint
@@ -66,20 +68,25 @@ def test_agreements_are_those_of_the_librarys_hidden_states():
     assert [*found.right] == [3, 6, 9, 12]
 
 
-@pytest.mark.parametrize("sampling", [{}, SAMPLED])
-def test_the_best_exit_drafts_in_the_call_that_asks_and_in_later_ones(sampling, generous):
-    model, ids = early(), prompt(70)
-    assert "asked at the first prompts, 0 of 64" in plan_of(model).explain()
-    plain = layerskip.generate(model, ids, enabled=False, **HOW, **sampling).sequences
+@pytest.mark.parametrize(
+    ("execution", "sampling"), [("modules", {}), ("modules", SAMPLED), ("captured", SAMPLED)]
+)
+def test_the_best_exit_drafts_in_the_call_that_asks_and_in_later_ones(
+    execution, sampling, generous
+):
+    model, ids, how = early(), prompt(70), HOW | {"execution": execution} | sampling
+    plan_of = partial(open_plan, model, LayerSkipDecoding(execution=execution))
+    assert "asked at the first prompts, 0 of 64" in plan_of().explain()
+    plain = layerskip.generate(model, ids, enabled=False, **how).sequences
     names = []
     for _ in range(2):
-        out = layerskip.generate(model, ids, lookup=False, **HOW, **sampling)
+        out = layerskip.generate(model, ids, lookup=False, **how)
         assert torch.equal(out.sequences, plain)
         (counts,) = out.stats.sources
         assert counts.num_accepted_tokens > 0
         names.append(counts.name)
     assert names == ["exits", "sublayers"]
-    plan, agreement = plan_of(model), agreement_of(sublayers_of(model, "modules"))
+    plan, agreement = plan_of(), agreement_of(sublayers_of(model, execution))
     (layer,) = [skip.exit_layer for skip in plan.skips]
     assert plan.sources[-1].prior == agreement.share(layer) < 1
     assert f"drafts: exit {layer}" in plan.explain()
@@ -142,7 +149,7 @@ def test_the_answer_is_kept_with_the_weights(tmp_path, monkeypatch, generous):
     assert plan_of(early()).skips  # another object with the same weights
     assert asking(plan_of(early(seed=1)))
     file = agreement_of(sublayers_of(early(), "modules")).file
-    for broken in ("[]", '{"positions": 64}', '{"positions": 64, "right": {"9": 3}}', "no"):
+    for broken in ("[]", '{"positions": 64}', '{"tokens": 9, "positions": 64, "right": {}}', "no"):
         file.write_text(broken)
         assert asking(plan_of(early()))
 

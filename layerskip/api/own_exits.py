@@ -54,7 +54,9 @@ class Agreement:
             tokens, positions = int(found["tokens"]), int(found["positions"])
         except (TypeError, ValueError, KeyError, AttributeError):
             return  # nothing is kept, or not by us
-        if all(0 < exit_ < model.num_layers for exit_ in right):
+        counts = all(0 <= count <= positions for count in right.values())
+        layers = all(0 < layer < model.num_layers for layer in right)
+        if counts and layers and (right or not positions):
             self.tokens, self.positions, self.right = tokens, positions, right
 
     @property
@@ -66,6 +68,7 @@ class Agreement:
         return (self.right[layer] + 1) / (self.positions + 2)
 
     def add(self, tokens: int, positions: int = 0, right: Mapping[int, int] | None = None) -> None:
+        """Count tokens of prompts that were run, and positions that were asked; keep the counts."""
         self.tokens += tokens
         self.positions += positions
         for layer, count in (right or {}).items():
@@ -153,6 +156,10 @@ class OwnExits(Source):
         return SublayerDraft(
             self.model, SkipConfig.early_exit(layer).resolve(self.model.num_layers)
         )
+
+    @property
+    def prefix(self) -> int:  # type: ignore[override]
+        return self.draft.prefix
 
     def open(self, batch: Batch) -> State:
         self._decide()  # others may have asked since
