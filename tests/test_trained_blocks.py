@@ -75,7 +75,7 @@ def check_states(run):
     """Compare every state with one pass over its text; counts comparisons and lagging states."""
     passes, model, counts = run.passes, run.passes.model, Counter[str]()
     for state in passes.states:
-        if not isinstance(state, (states._LayerState, assistants._AssistantState)):
+        if not isinstance(state, (states._LayerState, assistants.AssistantState)):
             continue
         for row, place in passes.rows.items():
             text = torch.tensor([*passes.prompts[row].tolist(), *run.emitted[row]])
@@ -83,7 +83,7 @@ def check_states(run):
             counts["short"] += seen < len(text) - 1
             if not seen:
                 continue
-            if isinstance(state, assistants._AssistantState):
+            if isinstance(state, assistants.AssistantState):
                 other = Passes(state.model, [], [Seat(text[:seen])], max_draft_length=0)
                 other.prefill()
                 fresh = other.cache
@@ -160,7 +160,7 @@ def test_a_state_that_is_not_rolled_back_is_seen(kind, folder, monkeypatch):
 
     monkeypatch.setattr(states._LayerState, "commit", forgetful)
     monkeypatch.setattr(states.StreamsState, "commit", forgetful)
-    monkeypatch.setattr(assistants._AssistantState, "commit", forgetful)
+    monkeypatch.setattr(assistants.AssistantState, "commit", forgetful)
     with pytest.raises(AssertionError, match="not close"):
         play(drafts_of(kind, folder), Fixed(4), sample=False)
 
