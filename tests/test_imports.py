@@ -217,7 +217,7 @@ PRIVATE = {
     "_is_avx512_bf16_supported": {"training.stages"},
     "_is_stateful": {"model.whole"},
     "_make_wrapper_subclass": {"weights.stored"},
-    "_parameters": {"backends.norms", "families.family", "weights.stored"},
+    "_parameters": {"backends.norms", "weights.stored"},
     "_pytree": {"weights.stored"},
     "_schema": {"weights.stored"},
     "_storage": {"search.study"},
