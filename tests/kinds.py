@@ -126,7 +126,7 @@ def weights_of(kind, model, folder):
 
 def skip_of(kind, model, folder):
     """The resolved skip config of a draft of a kind; an exit block follows half of the layers."""
-    layers = len(model.model.layers)
+    layers = model.config.get_text_config().num_hidden_layers
     if kind in LOW:
         return LOW[kind].resolve(layers)
     skip = SkipConfig.early_exit(layers // 2) if kind == "exit-block" else SkipConfig()
