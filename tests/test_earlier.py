@@ -168,6 +168,7 @@ def test_a_file_keeps_the_newest_answers(tmp_path):
     for number in range(30):
         file.add([number] * 90)
         assert file.read() == [[each] * 90 for each in range(max(0, number - 10), number + 1)]
+    assert (tmp_path / "new" / "answers.jsonl").stat().st_mode & 0o777 == 0o600
     file.clear()
     assert file.read() == []
 

@@ -268,6 +268,9 @@ def open_plan(
     rejection = not rule_of(settings.acceptance, sampling=sampling).independent
     if not settings.enabled:
         return Plan(opened, settings)
+    if settings.earlier is None:  # once, however often a plan is made
+        where, most = settings.remember, settings.remember_tokens
+        settings.earlier = earlier_answers(where, most, settings.tokenizer, opened.vocabulary)
     if opened.encoder or isinstance(settings.assistant, nn.Module):  # that may change unnoticed
         return _decide(opened, settings, rejection)
     plans = kept_for(opened.model).setdefault("plans", WeakKeyDictionary())
@@ -283,11 +286,9 @@ def open_plan(
 def _decide(model: OpenedModel, settings: Settings, rejection: bool) -> Plan:
     """Make the draft sources of a model, including copies of weights that they need."""
     lookup = _lookup(settings, rejection)
-    earlier = earlier_answers(
-        settings.remember, settings.remember_tokens, settings.tokenizer, model.vocabulary
-    )
     second, assistant = _second_model(model, settings)
-    named_sources = [*earlier, *(_source(each, model, second) for each in settings.sources)]
+    named_sources = [_source(each, model, second) for each in settings.sources]
+    named_sources = [*(settings.earlier or ()), *named_sources]
     own, heads, skips = list[Source](), list[Source](), settings.skips
     reasons, advice, exits = dict[str, str](), None, None
     if rejection and any(each.remembers for each in named_sources):
@@ -301,7 +302,6 @@ def _decide(model: OpenedModel, settings: Settings, rejection: bool) -> Plan:
             reasons["the checkpoint's own head"] = chosen.head_reason
         if chosen.reason is not None and settings.draft_memory != 0:
             reasons[_IN_8_BITS] = chosen.reason
-        alone = not (named_sources or second or heads)
         others = second or heads or any(not each.remembers for each in named_sources)
         asks = not (others or skips or rejection or settings.draft_memory == 0)
         if asks and has_exits(model):
@@ -309,7 +309,7 @@ def _decide(model: OpenedModel, settings: Settings, rejection: bool) -> Plan:
             best = exits.best(model) if exits.done else None
             skips = () if best is None else (SkipConfig.early_exit(best),)
             heads += [] if exits.done else [OwnExits(model)]
-        lookups_alone = alone and lookup is not None and not skips
+        lookups_alone = lookup is not None and not (others or skips)
         advice = chosen.reason if chosen.loading and lookups_alone else None
     if skips and settings.draft_vocabulary is not None:
         model = model.trimmed(settings.draft_vocabulary)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from layerskip.api.generation import GenerationOutput, decode, generate
+from layerskip.config.options import DecodingOptions
 from layerskip.decoding.cached_texts import CachedTexts
 from layerskip.decoding.rounds import Round
 from layerskip.decoding.sources.base import Source
@@ -32,7 +33,7 @@ class Session:
     adapters, dtype or device change. To detect that, each call reads all weights, which takes
     about as long as two tokens (see `fingerprint.checksum`). Nothing is kept from a call with
     several prompts and pictures. The states of drafts (of a second model, for instance) are not
-    kept.
+    kept. Drafts are also looked up in earlier answers, unless `remember` or `lookup` is off.
 
     A session may serve several threads. A call copies what it reuses into its own buffers.
 
@@ -54,8 +55,10 @@ class Session:
                 "and values depend on its encoder's input; use layerskip.generate"
             )
         self.model = model
-        where = settings.get("remember") or ("off" if settings.get("lookup") is False else "memory")
-        most, tokenizer = settings.get("remember_tokens"), settings.get("tokenizer")
+        names = ("remember", "remember_tokens")
+        asked = DecodingOptions(**{name: settings.get(name) for name in names})  # checks them
+        where = asked.remember or ("off" if settings.get("lookup") is False else "memory")
+        tokenizer, most = settings.get("tokenizer"), asked.remember_tokens
         earlier = earlier_answers(where, most, tokenizer, opened.vocabulary)
         given = settings.get("sources", ())
         sources = [*earlier, *([given] if isinstance(given, Source | str) else given)]

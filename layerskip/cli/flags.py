@@ -67,8 +67,9 @@ Prompts = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
-        help="Read prompts from this file. Or name a shipped set: spec-bench (36 questions) or "
-        "copying (9 requests to repeat text).  [default: prompts shipped with the model]",
+        help="Read prompts from this file. Or name a shipped set: spec-bench (36 questions), "
+        "copying (9 requests to repeat text) or agent-day (46 requests of an agent).  [default: "
+        "prompts shipped with the model]",
     ),
 ]
 Chat = Annotated[

@@ -72,6 +72,7 @@ class AnswerFile:
                 size -= _size(answers.popleft())
             header = _line({"schema": SCHEMA, "tokenizer": self.tokenizer})
             with replacing(self.path) as partial:
+                partial.touch(0o600)  # answers may be private
                 partial.write_bytes(b"".join([header, *answers]))
 
     def clear(self) -> None:
