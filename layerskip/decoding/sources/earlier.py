@@ -89,7 +89,7 @@ class EarlierAnswers(Source):
         file: where answers are kept, those of a named owner in a folder beside it.
     """
 
-    key = name = "earlier"
+    key, name = Lookup.key, "earlier"  # passes over its drafts cost what those of lookups do
     words = "looked up in earlier answers"
     remembers = True
 
