@@ -33,7 +33,7 @@ LAYERS = {
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
 AUTHORS = LAYERS | {
     **{"architectures": ["DFlashDraftModel"], "model_type": "qwen3", "vocab_size": TOKENS},
-    **{"block_size": BLOCK, "num_target_layers": 6},
+    **{"block_size": BLOCK, "num_target_layers": 6, "sliding_window": None},
     "dflash_config": {"mask_token_id": MASK, "target_layer_ids": [0, 2, 4]},
 }
 LIBRARY = LAYERS | SLIDING | {"model_type": "muse_glimmer_assistant", "block_size": BLOCK}
@@ -101,7 +101,7 @@ def reference(model, form, weights, text):
     """The tokens of a block after a text (T,), written from the DFlash paper, in float64."""
     config, count = FORMS[form], len(text) - 1
     layers = config.get("transformer_layer_config", config)
-    window = layers.get("sliding_window", 0) + (form == "library")
+    window = (layers.get("sliding_window") or 0) + (form == "library")
 
     def linear(x, name):
         return x @ weights[f"{name}.weight"].T

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, Cache
 
 from layerskip.cache.library_cache import AttentionLayer, LibraryCache
+from layerskip.cache.rows import on_device
 from layerskip.library import cache_name, classes_of
 from layerskip.model.published_head import PublishedHead
 
@@ -61,13 +62,13 @@ class BlockDrafter(PublishedHead):
         self.target_width: int = config.get("target_hidden_size") or width
         self.vocabulary: int | None = layers.get("vocab_size")
         self.num_layers: int | None = config.get("num_target_layers")
-        full = [_FULL] * layers["num_hidden_layers"]
-        values = {
-            "head_dim": width // layers["num_attention_heads"],
-            "vocab_size": self.mask + 1,
-            **layers,
-        }
-        values |= {"layer_types": layers.get("layer_types") or full, "target_layer_ids": numbers}
+        values = {name: value for name, value in layers.items() if value is not None}
+        values.setdefault("head_dim", width // layers["num_attention_heads"])
+        values.setdefault("vocab_size", self.mask + 1)
+        kinds = values.setdefault("layer_types", [_FULL] * layers["num_hidden_layers"])
+        if _SLIDING in kinds and "sliding_window" not in values:
+            raise ValueError("some layers have a sliding window, but its size is missing")
+        values["target_layer_ids"] = numbers
         values |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
         values |= {"block_size": self.block, "mask_token_id": self.mask}
         values |= {"model_type": LIBRARY, "_attn_implementation": "sdpa"}
@@ -115,14 +116,17 @@ class BlockDrafter(PublishedHead):
             cache.update(self._turned(keys, keys, *angles)[1], values, number)
         return context
 
-    def forward(self, embedded: Tensor, lengths: Tensor, cache: LibraryCache) -> Tensor:
+    def forward(self, embedded: Tensor, lengths: Sequence[int], cache: LibraryCache) -> Tensor:
         """Outputs (R, K, W) for blocks, from their embeddings (R, K, W).
 
         Args:
-            lengths: number of tokens before each block, (R,); their keys are in the cache.
+            lengths: number of tokens before each block, whose keys are in the cache.
         """
-        places = lengths[:, None] + torch.arange(self.block, device=lengths.device)  # (R, K)
-        cache.place([0] * len(places), int(lengths.max()), rows=range(len(places)))
+        device = embedded.device
+        places = on_device(lengths, device)[:, None] + torch.arange(
+            self.block, device=device
+        )  # (R, K)
+        cache.place([0] * len(places), max(lengths), rows=range(len(places)))
         layers: list[Any] = [
             _Beside(cache, i, None, 0, cache.end) for i in range(len(cache.windows))
         ]

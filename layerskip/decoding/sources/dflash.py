@@ -17,7 +17,6 @@ from torch import Tensor
 
 from layerskip.backends.base import logit_transform
 from layerskip.cache.library_cache import LibraryCache
-from layerskip.cache.rows import on_device
 from layerskip.decoding.sources.base import Batch, Source, State
 from layerskip.decoding.sources.eagle import outputs_of, taps_misfit
 from layerskip.decoding.sources.following import Following, in_chunks
@@ -80,7 +79,7 @@ class DFlash(Source):
     def own_bytes(self) -> float:
         return sum(self.key_bytes().values())
 
-    def logits(self, lasts: Tensor, lengths: Tensor, cache: LibraryCache) -> Tensor:
+    def logits(self, lasts: Tensor, lengths: Sequence[int], cache: LibraryCache) -> Tensor:
         """Raw logits of blocks, (R, longest, V), that begin with each row's last token (R,).
 
         Args:
@@ -113,8 +112,7 @@ class _BlockState(Following):
     def step(self, tokens: Tensor, hidden: Tensor, step: Pass, offset: int) -> Tensor:
         if not offset:
             self._catch_up()
-            lengths = on_device(self.places(), tokens.device)  # (R,)
-            self.raw = self.source.logits(tokens, lengths, self.cache)
+            self.raw = self.source.logits(tokens, self.places(), self.cache)
         # A round's last step may follow the last draft.
         return self.raw[:, min(offset, self.raw.shape[1] - 1)]
 
