@@ -1,7 +1,8 @@
 """A second model with another tokenizer, which `transformers` calls universal assisted decoding.
 
-The text is re-encoded with the second model's tokenizer, and what that drafts with the target's.
-The second model draws its tokens with the noise that the target has for the same words.
+The text is re-encoded with the second model's tokenizer, and what that drafts with the target's
+(as SLEM of Timor et al. 2025, arXiv 2502.05202). The second model draws its tokens with the noise
+that the target has for the same words.
 Shapes: R rows of a pass, V vocabulary of the target, N that of the second model.
 """
 
