@@ -11,6 +11,7 @@ import openai
 import pytest
 import torch
 from checkpoints import shallow_demo
+from commands import refused
 from models import lively_model, scripted
 from servers import running
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -993,6 +994,11 @@ def test_bad_flags_are_one_line(flags, words, capsys):
     assert ended.value.code == 2
     lines = capsys.readouterr().err.strip().splitlines()
     assert words in lines[-1]
+
+
+def test_a_blank_line_is_no_key(monkeypatch):
+    monkeypatch.setenv("LAYERSKIP_API_KEY", "one\n \n")
+    assert "--api-key is empty" in refused("serve", "demo-llama")
 
 
 class Bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 import socket
 import warnings
 from pathlib import Path
@@ -26,10 +27,8 @@ def serve(
     port: int = flag("Listen on this port; 0: any free one.", "N", default=8000, min=0, max=65535),
     api_key: list[str] | None = flag(
         "Key that clients must send; repeatable.  [default: environment variable "
-        "LAYERSKIP_API_KEY, with spaces between several]",
+        "LAYERSKIP_API_KEY, a line for each key]",
         "KEY",
-        envvar="LAYERSKIP_API_KEY",
-        show_envvar=False,
     ),
     name: str | None = flag("Name of the model for clients.  [default: its own]", "NAME"),
     lora: str | None = flag(
@@ -73,7 +72,7 @@ def serve(
 
     Example: layerskip serve HuggingFaceTB/SmolLM2-135M-Instruct
     """
-    keys = api_key or []
+    keys = api_key or os.environ.get("LAYERSKIP_API_KEY", "").splitlines()
     if not all(key.strip() for key in keys):
         raise ValueError("--api-key is empty; give a key, or leave it out for none")
     adapter = None if lora is None else _adapter(lora)
