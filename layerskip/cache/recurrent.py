@@ -51,8 +51,6 @@ class RecurrentState(NamedTuple):
 
 
 _NOTHING = RecurrentState(0, {})
-Mix = Callable[[Tensor, Cache], Tensor]
-"""A recurrent layer: maps its inputs (r, t, H) and the library's cache to outputs (r, t, H)."""
 
 
 class _RowInPass(NamedTuple):
@@ -101,10 +99,13 @@ class RecurrentCache(LibraryCache):
         super().place(*given, **how)
         self._pass = []
 
-    def run_layer(self, number: int, inputs: Tensor, mix: Mix, *, draft: bool) -> Tensor:
+    def run_layer(
+        self, number: int, inputs: Tensor, mix: Callable[[Tensor, Cache], Tensor], *, draft: bool
+    ) -> Tensor:
         """Run a recurrent layer of an opened model on its inputs (R, T, H) in a pass.
 
         Args:
+            mix: maps inputs (r, t, H) and the library's cache to outputs (r, t, H).
             draft: as for `run`.
         """
         if not self._pass:

@@ -81,15 +81,10 @@ def opened_of(model: Any) -> Sublayers:
     if isinstance(opened, Whole):
         raise ValueError(opened.refusal("it has no states between sublayers"))
     assert isinstance(opened, Sublayers)
-    if opened.recurrent:
+    if opened.encoder or opened.recurrent:
+        which = "encoder-decoders" if opened.encoder else "models with recurrent layers"
         raise ValueError(
-            "models with recurrent layers are not supported here, since their states would have to "
-            "be replayed; they draft with sublayers left out or rounded, by lookups, by a second "
-            "model, and by their own head"
-        )
-    if opened.encoder:
-        raise ValueError(
-            "encoder-decoders are not supported here; their decoders draft "
+            f"{which} are not supported here; their decoders draft "
             "with sublayers left out or rounded, by lookups, and by a second model"
         )
     return opened
