@@ -316,7 +316,7 @@ REPEATED = "w5 w7 w96 w20 w5 w7 w96 w20 w5 w7"
         (["--draft-memory", 0], ["lookup"], "drafts: looked up in the text so far"),
         (["--low-precision", "none"], ["lookup"], "drafts: looked up in the text so far"),
         (["--low-precision", "none", "--no-lookup"], [], "drafts: none"),
-        (["--execution", "modules"], ["lookup", "exits"], "native passes only, and these are modules"),
+        (["--execution", "modules"], ["lookup", "exits"], "passes only, and these are modules"),
         (["--exit-layer", 3], ["lookup", "sublayers"], "so far, or exit 3"),
         (
             ["--exit-layer", 3, "--low-precision", 8],
