@@ -86,14 +86,15 @@ def compare(device, monkeypatch):
             shape["layer_types"] = ["sliding_attention"]
         model = tiny_model(family, dtype=torch.float32, num_hidden_layers=1, **shape)
         monkeypatch.setattr(captured, "_kernels", lambda _: kernels)
-        opened = Sublayers(model.to(device), "captured")
-        attention = opened.backend.sublayer(0, Variant(bits, window=window))
-        assert attention.few is not None
-        blocks = (
-            attention,
-            opened.backend.sublayer(1, Variant(bits)),
-            opened.backend.head(bits=bits),
+        opened, fused = (Sublayers(model.to(device), each) for each in ("captured", "fused"))
+        blocks, others = (
+            (
+                each.backend.sublayer(0, Variant(bits, window=window)),
+                *(each.backend.sublayer(1, Variant(bits)), each.backend.head(bits=bits)),
+            )
+            for each in (opened, fused)
         )
+        assert blocks[0].few is not None
         tables = opened.rotary(SLOTS, SLOTS).tables
         heads = model.config.num_key_value_heads, SLOTS, opened.parts[0].attention.head_dim
         draw = torch.Generator().manual_seed(0)
@@ -108,7 +109,9 @@ def compare(device, monkeypatch):
         def run(few, buffers, hidden, slots, **nodes):
             pairs = {0: tuple(buffers)}
             return captured._pass(
-                blocks, SLOTS - 1, pairs, tables, few, hidden, slots.contiguous(), **nodes
+                *(blocks if few else others, SLOTS - 1, pairs, tables, few),
+                *(hidden, slots.contiguous()),
+                **nodes,
             )
 
         def alone(r, t):
@@ -152,9 +155,9 @@ def test_nodes_have_the_bits_of_their_path(family, widths, rows, first, compare)
     assert same
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_drafts_in_few_bits_are_those_of_fused_blocks(bits, device, monkeypatch):
-    """Token for token; in 4 bits of a part of the vocabulary."""
+@pytest.mark.parametrize(("bits", "rows"), [(8, 1), (4, 1), (4, 3)])
+def test_drafts_in_few_bits_are_those_of_fused_blocks(bits, rows, device, monkeypatch):
+    """Token for token; in 4 bits of a part of the vocabulary. Three rows take products alone."""
     from layerskip.backends import kernels
 
     model = lively_model("llama", dtype=torch.float32, num_hidden_layers=2).to(device)
@@ -171,7 +174,8 @@ def test_drafts_in_few_bits_are_those_of_fused_blocks(bits, device, monkeypatch)
         monkeypatch.setattr(Passes, "draft_step", draft_step)
         how = {"skip": SkipConfig.low_precision(bits), "controller": "fixed", "lookup": False}
         how |= {"draft_vocabulary": range(40) if bits == 4 else None, "max_draft_length": 3}
-        generate(model, prompt(9).to(device), max_new_tokens=6, execution=execution, **how)
+        ids = prompt(9, rows=rows).to(device)
+        generate(model, ids, max_new_tokens=6, execution=execution, **how)
         return logits
 
     for got, want in zip(logits_of("captured"), logits_of("fused"), strict=True):

@@ -37,6 +37,7 @@ from layerskip.cache.rows import RowCache, additive, capacity, causal, causal_on
 from layerskip.families.architecture import Architecture
 from layerskip.families.family import LayerParts
 from layerskip.weights.draft_head import TrimmedHead
+from layerskip.weights.products import Function
 
 DEVICES = ("cuda",)
 # cuDNN's attention makes a plan for every new length of a prompt, which takes 40 ms and cannot be
@@ -106,6 +107,22 @@ class Captured(Fused):
         linear, spread = (self.model.unembedding, None) if rows is None else (rows, rows.spread)
         logits = own.head(self.model, linear, self._hold(bits))
         return _either(block, composed(logits, logit_transform(self.model), spread))
+
+    def product(self, weight: Tensor, bias: Tensor | None, variant: Variant) -> Function:
+        """For other passes than kernels take whole: torch would widen the weight each time."""
+        widened, own = super().product(weight, bias, variant), self._kernels
+        if own is None:
+            return widened
+        pair = self._hold(variant.bits)(weight), bias
+
+        def apply(x: Tensor) -> Tensor:
+            flat = x.contiguous().view(-1, x.shape[-1])  # (M, C)
+            if len(flat) > _LONGEST or x.requires_grad:
+                return widened(x)
+            out: Tensor = own.product(flat, [pair])
+            return out.view(*x.shape[:-1], -1)
+
+        return apply
 
     def _hold(self, bits: int | None) -> Callable[[Tensor], Any]:
         """What kernels read in place of a weight."""
