@@ -15,7 +15,7 @@ import torch
 from guesses import Guesses
 from kinds import BLOCKS, Keeping, skip_of
 from marks import slow
-from models import EVERY, All, Erratic, Fickle, Growing, near, ragged, windowed
+from models import EVERY, NEWER, All, Erratic, Fickle, Growing, near, ragged, windowed
 
 from layerskip import LogitLookup, Lookup, SkipConfig
 from layerskip.api.generation import generate
@@ -24,7 +24,7 @@ from layerskip.costs.speculation import CostTable
 from layerskip.research.logit_lookup import LogitTable
 
 VOCABULARY = 24  # so few that stretches of texts repeat
-NATIVE = ("llama", "gemma2", "gemma3", "gemma4", "qwen3", "phi3")
+NATIVE = ("llama", "gemma2", "gemma3", "gemma4", "qwen3", "phi3", *NEWER)
 FLAT, DEAR = CostTable(0.1, (1.0,)), CostTable(0.1, (1.0, 1.3, 1.6, 1.9))
 PASSES = (
     (torch.float64, "modules"),
