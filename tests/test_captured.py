@@ -11,13 +11,15 @@ import pytest
 import torch
 from engines import Script, decoder, play, request
 from guesses import Guesses
-from models import FAMILIES, lively_model, prompt, tiny_model
+from models import FAMILIES, lively_model, prompt, ragged, tiny_model
 
 from layerskip import LayerSkipDecoding, Lookup, SkipConfig
 from layerskip.api.generation import generate
 from layerskip.backends import captured, native_passes
 from layerskip.backends.fused import Fused
 from layerskip.bench import runner as benchmark
+from layerskip.costs.speculation import CostTable
+from layerskip.decoding import live_target
 from layerskip.decoding.controllers import Controller
 from layerskip.decoding.passes import Passes
 from layerskip.model.sublayers import Sublayers
@@ -215,6 +217,25 @@ def test_plain_passes_begin_before_their_tokens_are_read(family, sample, monkeyp
             for eos in asked.eos
         ]
         assert ended.emitted == cut
+
+
+@pytest.mark.parametrize("sample", [False, True])
+def test_the_host_reads_once_a_round_however_many_steps_draft(sample, spied):
+    """Without a device that runs ahead, it reads the confidence of every step, too."""
+    model, (ids, mask) = lively_model("llama"), ragged((9, 4))
+    how = {"attention_mask": mask, "do_sample": sample, "seed": 1 if sample else None}
+    want = decode(model, ids, None, enabled=False, **how).sequences
+    reads = spied(live_target, "on_host", lambda *values: len(values))
+    counts = {}
+    for execution in ("captured", "fused"):
+        reads.clear()
+        how |= {"execution": execution, "controller": "expected-gain", "lookup": False}
+        out = decode(model, ids, EXIT, costs=CostTable(0.1, (1.0,) * 8), **how)
+        assert torch.equal(out.sequences, want)
+        assert max(max(each.drafted) for each in out.rounds) == 3
+        counts[execution] = len(reads), len(out.rounds)
+    assert counts["captured"][0] == counts["captured"][1]
+    assert counts["fused"][0] > counts["fused"][1]
 
 
 def test_a_model_is_weak():

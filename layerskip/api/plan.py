@@ -218,6 +218,7 @@ class Plan:
             ahead=ahead,
             branches=settings.branches,
             now=clock,
+            reads_confidence=not self.model.backend.ahead,
         )
         return made, costs[-1]
 

@@ -243,6 +243,7 @@ def make_controller(
     ahead: float = AHEAD,
     branches: bool = False,
     now: Callable[[], float] | None = None,
+    reads_confidence: bool = True,
 ) -> Controller:
     """Make the controller of that name; None stands for its own default.
 
@@ -272,6 +273,7 @@ def make_controller(
     values |= {"max_draft_length": max_draft_length, "threshold": threshold}
     values["classifier"] = classifier
     values |= {"costs": costs, "priors": priors, "ahead": ahead, "now": now}
+    values["reads_confidence"] = reads_confidence or trees
     how = {each: x for each, x in values.items() if each in takes and x is not None}
     made: Controller = kind(**how)
     return made

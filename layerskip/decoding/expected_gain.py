@@ -88,9 +88,10 @@ class ExpectedGain(Controller):
         ahead: how many tokens a row may be ahead of the slowest one and still count.
         now: a clock in seconds. With it, rounds correct the costs that can be corrected (see
             `costs/correction.py`), and a few rounds are used to measure work not seen yet.
+        reads_confidence: whether the host reads the confidence of every drafted token. Otherwise
+            the mean acceptance so far decides, so that a GPU drafts without waiting for the host.
     """
 
-    needs_confidence = True
     signal = "margin"  # on real texts it predicts acceptance better than the probability does
 
     def __init__(
@@ -101,7 +102,9 @@ class ExpectedGain(Controller):
         priors: Sequence[float] | None = None,
         ahead: float = AHEAD,
         now: Callable[[], float] | None = None,
+        reads_confidence: bool = True,
     ) -> None:
+        self.needs_confidence = reads_confidence
         self._now, self._place = now, (0, 1)
         tables = list(costs) if isinstance(costs, Sequence) else [costs]
         self.max_draft_length = max_draft_length
@@ -192,6 +195,9 @@ class ExpectedGain(Controller):
         if math.isnan(confidence):
             return False
         state = self._rows[row]
+        if not self.needs_confidence:  # nor is a step's end known, which the host does not see
+            state.survival *= self._drafting.acceptance.next
+            return True
         confidence_bin = bin_of(confidence)
         if self._now is not None:
             self._round.drafted, self._round.noted = self._now(), self._round.steps
@@ -383,6 +389,8 @@ class ExpectedGain(Controller):
             costs = source.corrected
             if not length or not costs or costs.has_times(rows, length + 1 if looked_up else 0):
                 continue
+            if not (looked_up or self.needs_confidence):
+                continue  # steps are not timed
             expected = (source.expected(offer, row, length)[-1] for row in round_.judges)
             loss = source.round_costs[length] - 1.0 + (gained - sum(expected)) / price
             shown.append((loss, number, length))
