@@ -10,6 +10,7 @@ from transformers import StaticCache
 import layerskip
 
 PARTS = ("runs", "shape of tiny", "server", "gpt-fast's way")
+DIFFERENCES = ("ms between passes", "s more in the first call")  # of times, so of either sign
 
 
 def test_the_table_and_the_record(tmp_path, monkeypatch, capsys):
@@ -20,7 +21,8 @@ def test_the_table_and_the_record(tmp_path, monkeypatch, capsys):
     record, printed = json.loads(output.read_text()), capsys.readouterr().out
     assert (record["device"], record["tiny"], record["left_out"]) == ("cpu", True, [])
     assert {row["part"] for row in record["rows"]} == {*PARTS}
-    assert all(0 <= row["value"] < 1e6 for row in record["rows"] if row["part"] != PARTS[1])
+    rows = [row for row in record["rows"] if row["figure"] not in DIFFERENCES]
+    assert all(0 <= row["value"] < 1e6 for row in rows)
     for row in record["rows"]:
         assert f"{row['case']}  " in printed or f" {row['case']} " in printed
         assert row["figure"] in printed

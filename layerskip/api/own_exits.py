@@ -163,7 +163,7 @@ class OwnExits(Source):
 
     def open(self, batch: Batch) -> State:
         self._decide()  # others may have asked since
-        return _ExitState(batch, self)
+        return _AskingState(batch, self)
 
     def timed(self) -> Source:
         return self.draft
@@ -193,7 +193,7 @@ class OwnExits(Source):
             self.best, self.draft = best, self._drafting(best)
 
 
-class _ExitState(State):
+class _AskingState(State):
     def __init__(self, batch: Batch, source: OwnExits) -> None:
         super().__init__(batch)
         self.source = source

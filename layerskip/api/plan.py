@@ -269,27 +269,30 @@ def open_plan(
     rejection = not rule_of(settings.acceptance, sampling=sampling).independent
     if not settings.enabled:
         return Plan(opened, settings)
-    if settings.earlier is None:  # once, however often a plan is made
+    earlier = kept_for(opened.model).setdefault("earlier", WeakKeyDictionary())
+    if settings not in earlier:  # once, however often a plan is made
         where, most = settings.remember, settings.remember_tokens
-        settings.earlier = earlier_answers(where, most, settings.tokenizer, opened.vocabulary)
+        earlier[settings] = earlier_answers(where, most, settings.tokenizer, opened.vocabulary)
     if opened.encoder or isinstance(settings.assistant, nn.Module):  # that may change unnoticed
-        return _decide(opened, settings, rejection)
+        return _decide(opened, settings, earlier[settings], rejection)
     plans = kept_for(opened.model).setdefault("plans", WeakKeyDictionary())
     made: dict[bool, Plan] = plans.setdefault(settings, {})
     kept = made.get(rejection)
     # The model was opened again, or its exits have answered.
     if kept is None or kept.model.backend is not opened.backend or kept.outdated:
         # Of copies, since what is kept must keep neither the model nor the settings alive.
-        kept = made[rejection] = _decide(copy(opened).weak(), copy(settings), rejection)
+        of = copy(opened).weak(), copy(settings)
+        kept = made[rejection] = _decide(*of, earlier[settings], rejection)
     return replace(kept, model=kept.model.strong(), settings=settings)
 
 
-def _decide(model: OpenedModel, settings: Settings, rejection: bool) -> Plan:
+def _decide(
+    model: OpenedModel, settings: Settings, earlier: Sequence[Source], rejection: bool
+) -> Plan:
     """Make the draft sources of a model, including copies of weights that they need."""
     lookup = _lookup(settings, rejection)
     second, assistant = _second_model(model, settings)
-    named_sources = [_source(each, model, second) for each in settings.sources]
-    named_sources = [*(settings.earlier or ()), *named_sources]
+    named_sources = [*earlier, *(_source(each, model, second) for each in settings.sources)]
     own, heads, skips = list[Source](), list[Source](), settings.skips
     reasons, advice, exits = dict[str, str](), None, None
     if rejection and any(each.remembers for each in named_sources):

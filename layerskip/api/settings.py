@@ -44,7 +44,6 @@ class Settings:
     lookup: bool | Lookup | None
     remember: str | None
     remember_tokens: int | None
-    earlier: Sequence[Source] | None
     draft_vocabulary: Sequence[int] | None
 
     def __init__(
@@ -106,7 +105,7 @@ class Settings:
         self.enabled = self.enabled is not False
         if isinstance(lookup, Lookup):
             self.lookup = lookup
-        self.tokenizer, self.earlier = tokenizer, None
+        self.tokenizer = tokenizer
         self.automatic = not self.skips
         self.assistant = assistant
         schema.optional(schema.number(0))(draft_memory, "draft_memory")
