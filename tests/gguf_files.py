@@ -35,6 +35,7 @@ _MIXED = {"num_experts_per_tok": 2, "intermediate_size": 256}
 _MOE = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2}
 OWN = {  # values of a configuration
     "arcee": {"pad_token_id": None},
+    "exaone4": {"num_hidden_layers": 4, "sliding_window": 8, "sliding_window_pattern": 4},
     "gemma2": {"sliding_window": 8},
     "gemma3": {"sliding_window": 8},
     "gemma4": {
@@ -49,6 +50,7 @@ OWN = {  # values of a configuration
         "final_logit_softcapping": 30.0,
         "eos_token_id": None,
     },
+    "glm4": {"attention_bias": True, "partial_rotary_factor": 0.5, "pad_token_id": None},
     "granite": {
         "attention_multiplier": 0.1,
         "embedding_multiplier": 3.0,
@@ -214,7 +216,7 @@ def _describe(writer, kind, config, shape):
         writer.add_value_length(config.head_dim)
     if (window := getattr(config, "sliding_window", None)) is not None:
         writer.add_sliding_window(window)
-    if kind in ("gemma4", "olmo3"):
+    if kind in ("exaone4", "gemma4", "olmo3"):
         slides = [each == "sliding_attention" for each in config.layer_types]
         writer.add_sliding_window_pattern(slides)
     if kind in ("mixtral", "qwen3moe"):
@@ -230,8 +232,9 @@ def _describe(writer, kind, config, shape):
     if kind in ("ernie4_5", "mixtral", "olmo3", "smollm3"):  # whose default is not that of a file
         rope = config.rope_parameters
         writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
+    if kind in ("glm4", "phi3"):
+        writer.add_rope_dimension_count(int(config.head_dim * shape["partial_rotary_factor"]))
     if kind == "phi3":
-        writer.add_rope_dimension_count(48)
         writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
         writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(2) / math.log(128)))
     if kind == "gemma4":

@@ -124,9 +124,11 @@ def test_weights_are_unpacked_once_for_the_library_if_memory_suffices(
     assert counts[0] > 3 * counts[1]
 
 
-def test_frequencies_are_divided_by_the_factors_of_a_file(tmp_path):
-    plain = write(tmp_path / "model.gguf")
-    factors = np.linspace(1, 4, 32, dtype=np.float32)
+@pytest.mark.parametrize("kind", ["llama", "exaone4", "glm4"])
+def test_frequencies_are_divided_by_the_factors_of_a_file(tmp_path, kind):
+    plain = write(tmp_path / "model.gguf", kind)
+    count = len(plain.model.rotary_emb.inv_freq)
+    factors = np.linspace(1, 4, count, dtype=np.float32)
     changed = rewritten(tmp_path / "model.gguf", {"rope_freqs.weight": factors})
     made = load(str(changed)).model.model.rotary_emb.inv_freq
     assert torch.equal(made, plain.model.rotary_emb.inv_freq / torch.from_numpy(factors))

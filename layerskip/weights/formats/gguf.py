@@ -99,7 +99,7 @@ def gguf_model(path: Path, dtype: torch.dtype, *, packed: bool) -> nn.Module:
     for name in entries:
         if not any(re.search(pattern, name) for pattern in ignored):
             raise ValueError(_INCOMPLETE.format(path, f"no weight is {name}"))
-    if FACTORS in given and architecture.interleaved:
+    if FACTORS in given:
         factors, rotary = torch.tensor(given[FACTORS]), model.model.rotary_emb
         if factors.shape != rotary.inv_freq.shape or not (factors > 0).all():
             raise ValueError(f"{path}: {FACTORS} must hold a positive number for each frequency")

@@ -146,7 +146,7 @@ def _gemma4(given: Values, values: Values, names: Collection[str]) -> Values:
         for each in (given.get("attention.head_count_kv"), given.get("feed_forward_length"))
     )
     by_kind = dict(zip(kinds, heads, strict=True))
-    factors = given.get(FACTORS, [])
+    factors = given.pop(FACTORS, [])
     if len(factors) != frequencies or not all(each == 1 or each > 1e20 for each in factors):
         raise ValueError(f"{FACTORS} must say which of {frequencies} frequencies turn")
     slid = {"rope_type": "default", "rope_theta": values.pop("rope_local_base_freq", 10_000.0)}
@@ -181,6 +181,17 @@ def _olmo2(given: Values, values: Values, _: Collection[str]) -> Values:
         "layer_types": _layer_types(given, values),
         "rope_parameters": {"sliding_attention": dict(rope), "full_attention": dict(rope)},
     }
+
+
+def _exaone4(given: Values, values: Values, _: Collection[str]) -> Values:
+    full = {"layer_types": ["full_attention"] * values["num_hidden_layers"], "sliding_window": None}
+    return {"layer_types": _layer_types(given, values)} if "sliding_window" in values else full
+
+
+def _glm4(given: Values, values: Values, names: Collection[str]) -> Values:
+    width, biases = values["head_dim"], "blk.0.attn_q.bias" in names
+    turned = given.get("rope.dimension_count", width)
+    return {"partial_rotary_factor": turned / width, "attention_bias": biases}
 
 
 def _phi3(given: Values, values: Values, names: Collection[str]) -> Values:
@@ -279,6 +290,20 @@ ARCHITECTURES = {
         },
     ),
     "seed_oss": FileArchitecture("seed_oss"),
+    "exaone4": FileArchitecture(
+        "exaone4", counts=_WINDOW, reads=(_PATTERN,), tensors=(FACTORS,), more=_exaone4
+    ),
+    "glm4": FileArchitecture(
+        "glm4",
+        reads=("rope.dimension_count",),
+        names={
+            "ffn_up": "mlp.gate_up_proj",
+            "post_attention_norm": "post_self_attn_layernorm",
+            "post_ffw_norm": "post_mlp_layernorm",
+        },
+        tensors=(FACTORS,),
+        more=_glm4,
+    ),
     "olmo2": FileArchitecture("olmo2", counts=_WINDOW, reads=(_PATTERN,), more=_olmo2),
     "phi3": FileArchitecture(
         "phi3",
