@@ -162,6 +162,7 @@ def simulated(
         costs=expected,
         priors=[each.source.prior for each in sources],
         sampling=drafts.trace.law.do_sample,
+        reads_confidence=not drafts.trace.model.backend.ahead,
     )
     steps = [
         cost_of(simulate(sources, controller, [text], max_draft_length=length), paid)
