@@ -175,7 +175,7 @@ def test_trained_modules_are_no_configs_of_a_space(llama, tmp_path):
 
 
 class TestResult:
-    def test_nothing_is_written_and_the_model_is_as_it_was(self, tmp_path, monkeypatch):
+    def test_nothing_is_written_and_the_model_is_as_it_was(self, tmp_path, monkeypatch, built):
         for name in ("here", "temporary", "home"):
             (tmp_path / name).mkdir()
         monkeypatch.chdir(tmp_path / "here")
