@@ -39,6 +39,7 @@ from layerskip.decoding.controllers import Fixed
 from layerskip.decoding.engine import Decoder, Request
 from layerskip.files.environment import environment
 from layerskip.files.writing import write_text
+from layerskip.library import cache_name
 from layerskip.model.opened_models import sublayers_of
 from layerskip.serving.http import make_app
 from layerskip.serving.openai_api import Served
@@ -204,9 +205,11 @@ class Bench:
 
 def compiled(model: Any, really: bool) -> Callable[..., Tensor]:
     """A pass over tokens (1, T) at places (1, T), which returns the likeliest next ones, (1, T)."""
+    name = str(cache_name(model))
 
     def step(tokens: Tensor, places: Tensor, cache: StaticCache) -> Tensor:
-        out = model(input_ids=tokens, position_ids=places, past_key_values=cache, use_cache=True)
+        past = {name: cache}
+        out = model(input_ids=tokens, position_ids=places, use_cache=True, **past)
         likeliest: Tensor = out.logits.argmax(-1)
         return likeliest
 
@@ -232,7 +235,8 @@ def compiled_loop(
     text, width = ids[0].tolist(), ids.shape[1]
     places = torch.arange(width + count + drafted + 1, device=ids.device)[None]  # (1, S)
     rewind(0)
-    out = model(input_ids=ids, past_key_values=cache, use_cache=True)
+    past: dict[str, Any] = {str(cache_name(model)): cache}
+    out = model(input_ids=ids, use_cache=True, **past)
     text.append(int(out.logits[0, -1].argmax()))
     while len(text) < width + count:
         at = len(text) - 1
