@@ -178,6 +178,7 @@ def add_some(folder, number):
         file_in(folder, most=3000).add([number] * 50)
 
 
+@pytest.mark.thorough
 def test_two_processes_add_to_one_file(tmp_path):
     context = get_context("spawn")
     both = [context.Process(target=add_some, args=(tmp_path, number)) for number in (1, 2)]

@@ -12,6 +12,7 @@ import pytest
 import sampling
 import torch
 from kinds import medusa_folder
+from marks import thorough
 from models import lively_model, ragged, tiny_model
 from run_files import drafting, header, record, rounds, write
 from transformers import PretrainedConfig
@@ -294,8 +295,13 @@ def test_wrong_rules_for_several_drafts_are_found(wrong, monkeypatch):
     assert chi_square(first, target.softmax(-1)) < 1e-6
 
 
-@pytest.mark.parametrize("skip", [SkipConfig.early_exit(1), SkipConfig(mlp=(1,))])
-@pytest.mark.parametrize("rows", [1, 50])
+@pytest.mark.parametrize(
+    ("skip", "rows"),
+    [
+        *((SkipConfig.early_exit(1), 1), (SkipConfig(mlp=(1,)), 50)),
+        *thorough((SkipConfig.early_exit(1), 50), (SkipConfig(mlp=(1,)), 1)),
+    ],
+)
 def test_texts_follow_the_targets_law_with_several_drafts(skip, rows):
     counts, tokens = sampling.sample_texts(
         "top-p", drafts=[skip], acceptance="spectr", rows=rows, longest=6
