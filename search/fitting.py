@@ -103,7 +103,7 @@ def _fewer_experts(opened: OpenedModel) -> tuple[int, ...]:
 def influence(opened: OpenedModel, texts: Sequence[Any], positions: int = POSITIONS) -> list[float]:
     """For each sublayer, 1 - the cosine similarity of the hidden states before and after it.
 
-    Takes one pass over the ends of texts. OpenedModel with the least influence are the likeliest to
+    Takes one pass over the ends of texts. Sublayers with the least influence are the likeliest to
     be dispensable (CLaSp, Chen et al. 2025, arXiv 2505.24196, chooses layers by it).
 
     Args:

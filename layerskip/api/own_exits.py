@@ -200,7 +200,7 @@ class _AskingState(State):
         self._ask(max(batch.prompt_lengths, default=0))
 
     def begin(self, row: int) -> None:
-        self._ask(self.batch.prompt_lengths[row])
+        self._ask(self.batch.seats[row].prompt_length)
 
     def _ask(self, tokens: int) -> None:
         source = self.source
@@ -213,7 +213,8 @@ class _AskingState(State):
         if not source.agreement.done:
             source.agreement.add(tokens)
         for row in rows if taps else ():
-            length, places = batch.prompt_lengths[row], range(batch.rows[row], batch.rows[row] + 1)
+            length, place = batch.seats[row].prompt_length, batch.rows[row]
+            places = range(place, place + 1)
             last = batch.tapped(taps[-1], [0], length, rows=places)[0]  # (T, H)
             if count := min(source.wanted(), int(last.any(-1).sum())):  # no others were run
                 states = [batch.tapped(tap, [length - count], count, rows=places) for tap in taps]

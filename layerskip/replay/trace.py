@@ -170,7 +170,7 @@ def take_trace(
     """Decode prompts with the target, and read its keys, values and states along the texts.
 
     Args:
-        model: a causal language model, or one opened as `OpenedModel`.
+        model: a causal language model, or an `OpenedModel`.
         prompts: token ids without pads, (T,) or (1, T) each.
         max_new_tokens: maximum number of new tokens per text; places that only serve as context
             are added, as far as the model's positions reach.

@@ -174,7 +174,7 @@ class _AheadState(State):
             else:
                 cache = model.new_cache(1, batch.slots)
                 rotary = model.rotary(batch.slots, min(batch.slots, batch.total))
-                text = [*batch.prompts[row].tolist(), *batch.emitted[row]]
+                text = [*batch.seats[row].prompt.tolist(), *batch.seats[row].emitted]
                 rows[row] = _DraftedAhead(cache, rotary, text)
             self.runner.changed.notify_all()
 

@@ -64,7 +64,7 @@ def measure(
     """Time passes and a few drafts of a model: the "cost" record.
 
     Args:
-        model: a causal language model, or one opened as `OpenedModel`.
+        model: a causal language model, or an `OpenedModel`.
         prompts: token ids, (T,) or (1, T) each.
         contexts: numbers of tokens before the rounds to be priced; those beyond the model's
             positions are left out. After the longest one, if it is long, passes are timed, too.

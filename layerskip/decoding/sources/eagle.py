@@ -91,10 +91,8 @@ class EagleHead(Source):
         return out
 
     def logits(self, states: Tensor) -> Tensor:
-        drafted = F.linear(self.module.normed(states[:, 0]), self.weight)  # (R, D)
-        if self.tokens is None:
-            return drafted
-        return spread(drafted, self.tokens, self.model.vocabulary)
+        raw = F.linear(self.module.normed(states[:, 0]), self.weight)  # (R, D)
+        return raw if self.tokens is None else spread(raw, self.tokens, self.model.vocabulary)
 
 
 def _misfit(target: OpenedModel, module: Eagle) -> str | None:
