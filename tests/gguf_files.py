@@ -26,14 +26,17 @@ SHAPE = {
     "rms_norm_eps": 1e-6,
 }
 MODELS = {"gemma3": "gemma3_text", "gemma4": "gemma4_text", "qwen3moe": "qwen3_moe"}
-MODELS |= {"hunyuan-dense": "hunyuan_v1_dense"}
+MODELS |= {"hunyuan-dense": "hunyuan_v1_dense", "mistral3": "ministral3", "chatglm": "glm"}
+MODELS |= {"qwen35": "qwen3_5_text", "exaone": "llama"}
 FILES = {"mistral": "llama", "mixtral": "llama", "olmo3": "olmo2"}
-TURNED = ("arcee", "granite", "llama", "smollm3")  # their files interleave both halves of each head
-SHIFTED = ("gemma", "gemma2", "gemma3")  # and these hold the weights of norms plus one
+TURNED = ("arcee", "granite", "llama", "mistral3", "smollm3")  # halves of heads are interleaved
+SHIFTED = ("gemma", "gemma2", "gemma3", "qwen35")  # and these hold the weights of norms plus one
 _ARCHITECTURES = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
 _MIXED = {"num_experts_per_tok": 2, "intermediate_size": 256}
 _MOE = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 OWN = {  # values of a configuration
+    "apertus": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
     "arcee": {"pad_token_id": None},
     "exaone4": {"num_hidden_layers": 4, "sliding_window": 8, "sliding_window_pattern": 4},
     "gemma2": {"sliding_window": 8},
@@ -50,6 +53,7 @@ OWN = {  # values of a configuration
         "final_logit_softcapping": 30.0,
         "eos_token_id": None,
     },
+    "chatglm": {"partial_rotary_factor": 0.5, "pad_token_id": None},
     "glm4": {"attention_bias": True, "partial_rotary_factor": 0.5, "pad_token_id": None},
     "granite": {
         "attention_multiplier": 0.1,
@@ -58,8 +62,21 @@ OWN = {  # values of a configuration
         "logits_scaling": 2.0,
     },
     "mistral": {"sliding_window": None},
+    "mistral3": {
+        "rope_parameters": {
+            **{"rope_theta": 1e6, "llama_4_scaling_beta": 0.125, **YARN},
+            **{"mscale": 1.0, "mscale_all_dim": 0.5},
+        },
+    },
     "mixtral": {"num_local_experts": 4, **_MIXED},
-    "olmo3": {"num_hidden_layers": 4, "sliding_window": 8},
+    "olmo3": {
+        "num_hidden_layers": 4,
+        "sliding_window": 8,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            "full_attention": {"rope_theta": 1e4, **YARN},
+        },
+    },
     "phi3": {
         "pad_token_id": None,
         "sliding_window": 8,
@@ -76,6 +93,10 @@ OWN = {  # values of a configuration
         "moe_intermediate_size": 256,
         "norm_topk_prob": True,
         "num_experts_per_tok": 2,
+    },
+    "qwen35": {
+        **{"num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 6},
+        **{"linear_key_head_dim": 16, "linear_value_head_dim": 32, "partial_rotary_factor": 0.25},
     },
     "smollm3": {"num_hidden_layers": 4, "pad_token_id": None},
 }
@@ -131,13 +152,18 @@ def write(path, kind="llama", forms=FORMATS, seed=0, tied=True, **overrides):
     turn, names = 0, gguf.get_tensor_name_map(_ARCHITECTURES[file], config.num_hidden_layers)
     held = {id(each): name for name, each in reversed(model.state_dict(keep_vars=True).items())}
     for name, weight in model.state_dict(keep_vars=True).items():
+        own = ".linear_attn." not in name
         if held[id(weight)] != name:  # tied
             continue
-        known = names.get_name(name, (".weight", ".bias"))
+        known = names.get_name(name.replace("dt_bias", "dt_proj.bias"), (".weight", ".bias"))
+        if ".act_fn." in name:  # in the metadata
+            weight.data.copy_(torch.as_tensor(rng.normal(weight.data, 0.2)))
+            continue
         if weight.dim() == 1:
             made = torch.from_numpy(rng.normal(1.0, 0.2, weight.shape).astype(np.float32))
-            writer.add_tensor(_scale(name, known), made.numpy())
-            made = made - 1 if file in SHIFTED and "norm" in name else made
+            writer.add_tensor(_scale(name, known), (-made if "A_log" in name else made).numpy())
+            made = made.log() if "A_log" in name else made
+            made = made - 1 if file in SHIFTED and "norm" in name and own else made
         else:
             turned = [forms[(turn + n) % len(forms)] for n in range(len(forms))]
             form = next(each for each in turned if weight.shape[-1] % _block(each) == 0)
@@ -146,10 +172,13 @@ def write(path, kind="llama", forms=FORMATS, seed=0, tied=True, **overrides):
             made = numbers(data, form).view(weight.shape)
             if file in TURNED and ("q_proj" in name or "k_proj" in name):
                 data = _turned(data, config.head_dim)
-            data = data.reshape(*weight.shape[:-1], -1)
+            data = data.reshape(*weight.squeeze(1).shape[:-1], -1)
             for part, rows in _parts(name, known, data):
                 writer.add_tensor(part, rows, raw_dtype=GGMLQuantizationType[form])
-        weight.data.copy_(made)
+        weight.data.copy_(made if own else _grouped(name, made, config))
+    for each in ("alpha_n", "alpha_p", "beta", "eps") if kind == "apertus" else ():
+        acts = [layer.mlp.act_fn for layer in model.model.layers]
+        getattr(writer, f"add_xielu_{each}")([getattr(act, each).item() for act in acts])
     for name, factors in _factors(kind, config).items():
         writer.add_tensor(name, np.array(factors, dtype=np.float32))
     writer.write_header_to_file()
@@ -195,6 +224,23 @@ def _factors(kind, config):
     return {"rope_freqs.weight": [1.0] * 16 + [1e30] * 48} if kind == "gemma4" else {}
 
 
+def _grouped(name, made, config):
+    """Weights of Qwen 3.5 in the library's order: heads of values that share keys side by side."""
+    if name.endswith("norm.weight"):
+        return made
+    keys, heads = config.linear_num_key_heads, config.linear_num_value_heads
+    width = 1 if name.endswith(("_a.weight", "_b.weight", "log", "bias")) else 32
+    order = torch.arange(heads * width).view(keys, -1, width).transpose(0, 1).flatten()
+    if name.endswith(("qkv.weight", "conv1d.weight")):
+        order = torch.cat((torch.arange(64), order + 64))
+    grouped = torch.empty_like(made)
+    if "out_proj" in name:
+        grouped[:, order] = made
+    else:
+        grouped[order] = made
+    return grouped
+
+
 def _turned(rows, width):
     """Rows in the order of Llama files, which interleave both halves of each head."""
     heads = rows.reshape(-1, 2, width // 2, rows.shape[1])
@@ -229,10 +275,24 @@ def _describe(writer, kind, config, shape):
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_residual_scale(config.residual_multiplier)
         writer.add_logit_scale(config.logits_scaling)
-    if kind in ("ernie4_5", "mixtral", "olmo3", "smollm3"):  # whose default is not that of a file
-        rope = config.rope_parameters
-        writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
-    if kind in ("glm4", "phi3"):
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if kind == "mistral3":
+        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
+    if kind == "qwen35":
+        writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+        writer.add_ssm_state_size(config.linear_key_head_dim)
+        writer.add_ssm_group_count(config.linear_num_key_heads)
+        writer.add_ssm_time_step_rank(config.linear_num_value_heads)
+        writer.add_ssm_inner_size(config.linear_num_value_heads * config.linear_value_head_dim)
+        writer.add_full_attention_interval(4)
+        writer.add_rope_dimension_sections([11, 11, 10, 0])
+    if kind in ("chatglm", "glm4", "phi3", "qwen35"):
         writer.add_rope_dimension_count(int(config.head_dim * shape["partial_rotary_factor"]))
     if kind == "phi3":
         writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
@@ -262,7 +322,6 @@ def _describe_gemma4(writer, shape):
     writer.add_value_length_swa(shape["head_dim"])
     writer.add_rope_dimension_count(shape["global_head_dim"])
     writer.add_rope_dimension_count_swa(shape["head_dim"])
-    writer.add_rope_freq_base(1e6)
     writer.add_rope_freq_base_swa(1e4)
     writer.add_shared_kv_layers(shared)
     writer.add_embedding_length_per_layer_input(shape["hidden_size_per_layer_input"])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from commands import refused, run
-from gguf_files import LARGE_GEMMA_4, write
+from gguf_files import LARGE_GEMMA_4, YARN, write
 
 import layerskip
 from layerskip import LayerSkipDecoding, SkipConfig
@@ -57,11 +57,14 @@ def test_texts_are_those_of_the_model_that_the_file_means(tmp_path, name):
     plain = write(path, kind, tied=kind != "qwen3", seed=1, **shape)
     packed = load(str(path)).model
     matrices = [each for each, p in plain.named_parameters() if p.dim() == 2]
-    routers = [
-        each for each in matrices if each.endswith(("mlp.gate.weight", "router.proj.weight"))
+    apart = [
+        each
+        for each in matrices
+        if "linear_attn" in each or "router" in each or "mlp.gate." in each
     ]
-    assert len(stored_weights(packed)) == len(matrices) - len(routers)
-    assert runs_natively(packed)
+    natively = kind != "mistral3"
+    assert runs_natively(packed) is natively
+    assert len(stored_weights(packed)) == (len(matrices) - len(apart)) * natively
     ids = torch.arange(40, 52)[None]
     expected = plain.double().generate(ids, max_new_tokens=24, do_sample=False, eos_token_id=None)
     for settings in ({"enabled": False}, *DRAFTS.values()):
@@ -141,7 +144,7 @@ def test_factors_that_fit_no_frequencies_are_refused(file, tmp_path):
             load(str(changed))
     write(tmp_path / "model.gguf", "gemma3", num_hidden_layers=1)
     changed = rewritten(tmp_path / "model.gguf", {"rope_freqs.weight": np.ones(32, np.float32)})
-    with pytest.raises(ValueError, match="no weight is rope_freqs"):
+    with pytest.raises(ValueError, match="must hold a positive number for each frequency"):
         load(str(changed))
 
 
@@ -153,8 +156,9 @@ def test_the_gemma_of_27b_scales_its_scores_by_the_width_of_its_states(tmp_path)
 
 POSITIVE = "must be a positive number, got "
 NO_MODELS = [
-    ("embedding_length", 10**9, "embeddings of 1000000000 numbers"),
-    ("attention.key_length", 10**9, "4 heads of 1000000000, but its tensors"),
+    ("embedding_length", 10**9, "is too small for gemma3.embedding_length = 1000000000"),
+    ("attention.key_length", 10**9, "is too small for gemma3.attention.key_length = 1000000000"),
+    ("attention.head_count", 8, "attn_q.weight has shape (256, 256), and the model that"),
     ("attention.head_count_kv", 0, f"{POSITIVE}0"),
     ("rope.freq_base", "x", f"{POSITIVE}'x'"),
     ("rope.freq_base", float("nan"), f"{POSITIVE}nan"),
@@ -163,7 +167,8 @@ NO_MODELS = [
     ("attention.sliding_window_pattern", 3, "attention.sliding_window_pattern = 3 is not"),
     ("attention.causal", False, "attention.causal = False is not supported and may change"),
     ("block_count", 1.0, "does not describe a model: "),
-    ("rope.scaling.type", "yarn", "rotary scaling 'yarn' in GGUF"),
+    ("rope.scaling.type", "tomorrow", "rotary scaling 'tomorrow' in GGUF"),
+    ("rope.scaling.yarn_beta_fast", 8.0, "gemma3.rope.scaling.yarn_beta_fast = 8.0 is not supp"),
     ("rope.dimension_count", 32, "rope.dimension_count other than the width"),
 ]
 
@@ -178,44 +183,47 @@ def test_numbers_that_describe_no_model_are_refused(tmp_path, key, value, words)
     assert "\n" not in str(refusal.value)
 
 
+SCALED = {"none": {}, "linear": {"rope_type": "linear", "factor": 4.0}, "yarn": YARN}
+
+
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gemma2", "gemma3"])
 def test_rotary_positions_are_scaled_as_the_file_says(tmp_path, kind):
     """Without a type a factor is linear, under its old name too."""
     shape = {"num_hidden_layers": 6, "hidden_size": 64, "intermediate_size": 32, "head_dim": 32}
-    rope = {"rope_theta": 50_000.0, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}
+    shape |= {"rope_theta": 50_000.0}
     ids = torch.arange(40, 70)[None]
     files = {}
-    for scaled in (False, True):
-        path = tmp_path / f"{scaled}.gguf"
-        plain = write(
-            path, kind, ("F32",), **shape, **{name: rope[name] for name in [*rope][: 1 + scaled]}
-        )
+    for name, rope in SCALED.items():
+        path = tmp_path / f"{name}.gguf"
+        plain = write(path, kind, ("F32",), **shape, **({"rope_scaling": rope} if rope else {}))
         with torch.no_grad():
-            files[scaled] = path, plain.double()(ids).logits
-    base = {"rope.freq_base": 50_000.0}
-    for given, scaled in (
-        ({"rope.scaling.factor": 4.0}, True),
-        ({"rope.scale_linear": 4.0}, True),
-        ({"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}, True),
-        ({"rope.scaling.type": "none", "rope.scaling.factor": 4.0}, False),
-        ({"rope.scaling.type": "linear"}, False),
+            files[name] = path, plain.double()(ids).logits
+    yarn = {"type": "yarn", "factor": 4.0, "original_context_length": 16, "yarn_attn_factor": 1.2}
+    for given, name in (
+        ({"scaling.factor": 4.0}, "linear"),
+        ({"scale_linear": 4.0}, "linear"),
+        ({"scaling.type": "linear", "scaling.factor": 4.0}, "linear"),
+        ({"scaling.type": "none", "scaling.factor": 4.0}, "none"),
+        ({"scaling.type": "linear"}, "none"),
+        ({f"scaling.{key}": value for key, value in yarn.items()}, "yarn"),
     ):
-        path, expected = files[scaled]
-        said = {f"{kind}.{key}": value for key, value in (base | given).items()}
+        path, expected = files[name]
+        said = {f"{kind}.rope.{key}": value for key, value in given.items()}
         model = load(str(rewritten(path, {}, **said)), packed=False, dtype="float64").model
         with torch.no_grad():
             assert torch.equal(model(ids).logits, expected), given
-    assert not torch.equal(files[True][1], files[False][1])
+    assert not any(torch.equal(files["none"][1], files[name][1]) for name in ("linear", "yarn"))
 
 
 @pytest.mark.parametrize(
     ("kind", "key", "value", "words"),
     [
         ("gemma4", "attention.sliding_window_pattern", 2, "must say for each of 4 layers whether"),
-        ("gemma4", "attention.key_length", 1 << 30, "must say which of 536870912 frequencies"),
+        ("gemma4", "attention.key_length", 1 << 10, "must say which of 512 frequencies"),
         ("gemma4", "rope.scaling.factor", 2.0, "its rotary positions cannot be scaled"),
         ("granite", "rope.scaling.finetuned", False, "rope.scaling.finetuned = False is not supp"),
-        ("phi3", "attention.head_count_kv", 3, "4 heads of 64, but its tensors have 256 and 512"),
+        ("mistral3", "rope.scaling.original_context_length", 0, "does not describe a model: "),
+        ("phi3", "attention.head_count_kv", 3, "attn_qkv.weight has shape (512, 256), and the"),
         ("qwen3moe", "expert_count", 3, "ffn_gate_exps.weight has shape (4, 256, 256), and the"),
         ("qwen3moe", "expert_shared_count", 1, "qwen3moe.expert_shared_count = 1 is not supported"),
     ],
@@ -224,6 +232,14 @@ def test_what_an_architecture_lacks_is_refused(tmp_path, kind, key, value, words
     write(tmp_path / "model.gguf", kind, ("F16",))
     changed = rewritten(tmp_path / "model.gguf", {}, **{f"{kind}.{key}": value})
     assert words in refused("generate", str(changed), "--prompt", "a")
+
+
+def test_a_prediction_head_is_left_out(tmp_path):
+    write(tmp_path / "model.gguf", "qwen35", ("F16",))
+    more = {f"blk.4.{name}.weight": np.ones(4, np.float32) for name in ("attn_q", "nextn.eh_proj")}
+    said = {"qwen35.block_count": 5, "qwen35.nextn_predict_layers": 1}
+    made = load(str(rewritten(tmp_path / "model.gguf", more, **said))).model
+    assert len(made.model.layers) == made.config.num_hidden_layers == 4
 
 
 def test_windows_of_gemma_3_are_those_of_the_file(tmp_path):
@@ -298,6 +314,12 @@ SPLIT = [
     ("qwen2", ["it", "'s", "Ġ", "1", "2", "3", "4", "ĊĊ", "Ġok"]),
     ("tekken", ["it", "'s", "Ġ", "1", "2", "3", "4", "ĊĊ", "Ġok"]),
     ("qwen35", ["it", "'s", "Ġ", "1", "2", "3", "4", "ĊĊ", "Ġok"]),
+    ("glm4", ["it", "'s", "Ġ", "123", "4", "ĊĊ", "Ġok"]),
+    ("hunyuan-dense", ["it", "'s", "Ġ", "123", "4", "ĊĊ", "Ġok"]),
+    ("seed-coder", ["it", "'s", "Ġ", "1", "2", "3", "4", "ĊĊ", "Ġok"]),
+    ("viking", ["it's", "Ġ", "1", "2", "3", "4", "ĊĊ", "Ġok"]),
+    ("deepseek-llm", ["it", "'", "s", "Ġ", "1234", "Ċ", "Ċ", "Ġok"]),
+    ("deepseek-coder", ["it", "'", "s", "Ġ", "1", "2", "3", "4", "Ċ", "Ċ", "Ġok"]),
     ("gpt-4o", ["it's", "Ġ", "123", "4", "ĊĊ", "Ġok"]),
     ("default", ["it", "'", "s", "Ġ", "123", "4", "ĊĊ", "Ġok"]),
 ]

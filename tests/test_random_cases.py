@@ -1,11 +1,14 @@
 """Random cases against `generate()`: the tokens are always equal."""
 
 import functools
+import tempfile
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from gguf_files import write
 from hypothesis import HealthCheck, Phase, assume, given, seed, settings
 from hypothesis import strategies as st
 from kinds import BLOCKS, medusa_folder, several, weights_of
@@ -24,6 +27,8 @@ from layerskip.research.medusa import load_medusa
 from layerskip.research.running_ahead import RunningAhead
 from layerskip.serving.requests import TextRequest
 from layerskip.serving.scheduler import Serving
+from layerskip.weights.formats.gguf import gguf_model
+from layerskip.weights.stored import unpacked_model
 
 COSTS = CostTable(0.15, (1.0, 1.05, 1.1))
 OTHERS = Lookup([range(2, VOCABULARY), range(VOCABULARY - 1, 2, -3)])
@@ -34,6 +39,7 @@ DRAFTS = (
     *("trained", "trained, lookup, assistant", "trained, low, lookup"),
 )
 PAPERS = ("medusa", "spectr, skip", "disco, skip", "running-ahead", "another tokenizer")
+FILES = ("GGUF of llama", "GGUF of gemma2", "GGUF of apertus", "GGUF of mixtral", "GGUF of olmo3")
 DOORS = ("generate", "session", "server")
 PLAIN = {"enabled": False}
 seen = Counter()
@@ -45,9 +51,24 @@ SHAPES = (
 )
 
 
+def model_of_file(kind, window, **shape):
+    """The model of a file with matrices in many formats, which native passes read packed."""
+    width = 256 if shape["num_hidden_layers"] == 3 else 64  # some blocks have 256 numbers
+    shape |= {"hidden_size": width, "intermediate_size": width, "head_dim": 32}
+    shape |= {"sliding_window": window} if kind in ("gemma2", "olmo3") else {}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.gguf"
+        write(path, kind, **shape)
+        model = gguf_model(path, torch.float32, packed=True)
+    model.generation_config.eos_token_id = None
+    return model
+
+
 @functools.cache
 def model_of(family, shape, window, vocab_size=VOCABULARY):
     overrides = {**SHAPES[shape], "vocab_size": vocab_size}
+    if family in FILES:
+        return model_of_file(family.split()[-1], window, **overrides)
     if family in ("qwen2", "phi3") and "hidden_size" in overrides:
         overrides["num_attention_heads"] = 2  # rotation needs an even head width
     shared = overrides["num_hidden_layers"] // 2 if shape else 0
@@ -57,7 +78,7 @@ def model_of(family, shape, window, vocab_size=VOCABULARY):
 @functools.cache
 def second_of(family, shape, window):
     """A second model with the same vocabulary, or with one token less."""
-    return near(model_of(family, shape, window, VOCABULARY - shape), 0.3)
+    return near(unpacked_model(model_of(family, shape, window, VOCABULARY - shape)), 0.3)
 
 
 def decoding(model, skips, **settings):
@@ -72,7 +93,7 @@ def paper_of(case, model, folder):
     """The settings of a paper's system, if the case is one."""
     name, second = case["drafts"].partition(",")[0], second_of(*case["model"])
     if name == "medusa":
-        medusa_folder(folder, model)
+        medusa_folder(folder, unpacked_model(model))
         return {"assistant": load_medusa(folder, {"medusa_num_heads": 3}, dtype=model.dtype)}
     if name == "disco":
         Classifier((-1.0, 3.0, -0.2), case["text"] / 1000, "margin").save(folder / "disco.json")
@@ -157,7 +178,7 @@ def cases(draw, drafts):
         sorts = ["skip", draw(st.sampled_from(["skip", "low"]))]
     return {
         "drafts": drafts,
-        "model": (draw(st.sampled_from(EVERY)), shape, draw(st.sampled_from([3, 7]))),
+        "model": (draw(st.sampled_from([*EVERY, *FILES])), shape, draw(st.sampled_from([3, 7]))),
         "skips": tuple(draw(skips(layers, sort)) for sort in sorts),
         "lookup": draw(st.sampled_from([True, OTHERS])) if "lookup" in drafts else None,
         "assistant": "assistant" in drafts,
@@ -193,7 +214,7 @@ def cases(draw, drafts):
 def check(case, folder):
     model = model_of(*case["model"])
     named = [
-        replace(skip, trained=kind and weights_of(kind, model, folder))
+        replace(skip, trained=kind and weights_of(kind, unpacked_model(model), folder))
         for skip, kind in case["skips"]
     ]
     opened = Sublayers(model)

@@ -268,6 +268,8 @@ def _load_gguf(path: Path, place: torch.device, dtype: str, packed: bool) -> Loa
     numbers = torch.float32 if dtype == "auto" else getattr(torch, dtype)
     packed = packed and place.type == "cpu" and numbers in _SERVED and extension.refusal() is None
     model: Any = gguf_model(path, numbers, packed=packed)
+    if packed and not runs_natively(model):
+        model = unpacked_model(model)
     try:
         tokenizer, ends = gguf_tokenizer(path)
     except Exception as error:  # any error here is about the file

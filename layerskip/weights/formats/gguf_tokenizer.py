@@ -24,14 +24,33 @@ _CASED = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}
 _CAPITALS = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _OTHERS = rf" ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
+_CASES = (  # letters with two cases, without mathematical ones and those of newer alphabets
+    r"[[\p{Lu}\p{Ll}\p{Lt}]&&[^\x{560}-\x{588}\x{10C7}-\x{10FF}\x{1C80}-\x{1C8F}\x{1FBE}"
+    r"\x{2D00}-\x{2D2D}\x{A78F}-\x{AB6F}\x{10570}-\x{105BF}\x{10D50}-\x{10D85}"
+    r"\x{16E40}-\x{16E7F}\x{1D400}-\x{1DFFF}]]"
+)
+_CJK = r"[\x{800}-\x{9FA5}\x{AC00}-\x{D7FF}]+"
 _LLAMA3 = "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano"
 _PATTERNS = {
     "default": (r"[\p{P}\$\+<=>\^~\|]+", _WORDS, r"\p{N}+", "[0-9][0-9][0-9]"),
     "gpt-2 phi-2 mpt olmo jais trillion granite-docling gigachat a.x-4.0 mellum exaone4": (_WORDS,),
     "smollm starcoder refact command-r codeshell exaone minerva-7b mellum2": (r"\p{N}", _WORDS),
-    f"{_LLAMA3} dbrx smaug-bpe": (rf"{_SUFFIX}|{_WORD}|\p{{N}}{{1,3}}|{_OTHERS}",),
+    f"{_LLAMA3} dbrx smaug-bpe chatglm-bpe glm4": (rf"{_SUFFIX}|{_WORD}|\p{{N}}{{1,3}}|{_OTHERS}",),
     "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2": (
         rf"{_SUFFIX}|{_WORD}|\p{{N}}|{_OTHERS}",
+    ),
+    "seed-coder": (rf"{_SUFFIX}|{_WORD}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+|{_SPACES}",),
+    "viking": (r" ?[^(\s|.,!?…。\x{FF0C}、।\x{6D4}،)]+", r"\p{N}"),
+    "deepseek-llm": (
+        *(r"[\r\n]", rf"\s?{_CASES}+"),
+        r"\s?[!-/:-~\x{FF01}-\x{FF0F}\x{FF1A}-\x{FF5E}\x{2018}-\x{201F}\x{3000}-\x{3002}]+",
+        *(r"\s+$", _CJK, r"\p{N}+"),
+    ),
+    "deepseek-coder": (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}"),
+    "deepseek-v3 hunyuan-dense joyai-llm": (
+        *(r"\p{N}{1,3}", r"[\x{3040}-\x{30FF}\x{4E00}-\x{9FA5}]+"),
+        r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+        rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}",
     ),
     "qwen35": (
         rf"{_SUFFIX}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
