@@ -46,6 +46,7 @@ class TrainedDraft(Source):
         self.block: Any = block
         self.step_blocks: list[Block] = [*sublayers, model.weights.head(skip)]
         self.max_positions, self.longest = model.max_positions, block.count
+        self.per_step = block.count or 1
         assert skip.trained is not None
         self._state: Any = named("state", skip.trained.kind)
         if block.behind_exit:
@@ -69,8 +70,7 @@ class TrainedDraft(Source):
     def step_bytes(self) -> Sequence[float]:
         module = float(read_bytes(self.block, self.skip.module_bits))
         before = self.model.weight_bytes()["sublayers"][: self.prefix]
-        steps = self.longest or 1  # of one pass
-        return [*before, module / steps, self.model.weights.head_bytes(self.skip) / steps]
+        return [*before, module, self.model.weights.head_bytes(self.skip)]
 
     def key_bytes(self) -> Mapping[int | None, float]:
         nbytes = self.model.key_bytes(range(self.prefix // 2))
