@@ -1,15 +1,14 @@
 """DFlash drafters: blocks as the library and the paper define them, and unchanged texts."""
 
 import copy
-import json
 
 import pytest
 import torch
+from block_drafters import BLOCK, HEAD, MASK, forms_for, weights_of, written
 from checkpoints import save_checkpoint
 from commands import PROMPT, refused, run
 from definitions import rms_norm, turned
-from models import WINDOW, Erratic, decoder_of, lively_model, prompt, ragged
-from safetensors.torch import save_file
+from models import Erratic, decoder_of, lively_model, prompt, ragged
 from small import BATCHES, NEW_TOKENS, alone, decoded, new_tokens
 from talks import chat, finished
 from transformers.generation.candidate_generator import DFlashTokenCandidateGenerator
@@ -20,36 +19,13 @@ from layerskip.api.settings import Settings
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.acceptance import SourceGain
 from layerskip.decoding.sources import load_drafter
-from layerskip.model.block_drafter import BlockDrafter
 from layerskip.serving.requests import TextRequest
 from layerskip.serving.scheduler import Serving
+from layerskip.weights.rounded import rounded
 
-WIDTH, HEAD, BLOCK, MASK, TOKENS, DRAFTED = 32, 8, 5, 3, 9, 7
-LAYERS = {
-    **{"hidden_size": WIDTH, "intermediate_size": 48, "head_dim": HEAD, "rms_norm_eps": 1e-5},
-    **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
-    **{"rope_theta": 500.0, "max_position_embeddings": 256},
-}
-SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
-AUTHORS = LAYERS | {
-    **{"architectures": ["DFlashDraftModel"], "model_type": "qwen3", "vocab_size": TOKENS},
-    **{"block_size": BLOCK, "num_target_layers": 6, "sliding_window": None},
-    "dflash_config": {"mask_token_id": MASK, "target_layer_ids": [0, 2, 4]},
-}
-LIBRARY = LAYERS | SLIDING | {"model_type": "muse_glimmer_assistant", "block_size": BLOCK}
-SPECULATORS = {
-    **{"speculators_model_type": "dflash", "block_size": BLOCK, "mask_token_id": MASK},
-    **{"draft_vocab_size": DRAFTED, "aux_hidden_state_layer_ids": [1, 3, 5]},
-    **{"sliding_window_non_causal": True, "sample_from_anchor": True, "target_hidden_size": WIDTH},
-    "transformer_layer_config": LAYERS | SLIDING | {"hidden_size": 24, "vocab_size": TOKENS},
-}
-FORMS = {
-    "library": LIBRARY | {"mask_token_id": MASK, "target_layer_ids": [0, 2, 4]},
-    **{"authors": AUTHORS, "authors, sliding": AUTHORS | SLIDING, "speculators": SPECULATORS},
-}
+WIDTH, TOKENS = 32, 9
+FORMS = forms_for(WIDTH, TOKENS, layers=6)
 FAMILIES = {"library": "muse_glimmer", "authors": "qwen3", "authors, sliding": "gemma4"}
-_OF_LIBRARY = {f"{name}.weight": f"encoder.{name}.weight" for name in ("fc", "output_norm_enc")}
-_ENDS = ("embed_tokens.weight", "lm_head.weight", "d2t")
 WIDER = torch.ones(WIDTH, 3 * 48)
 HOW = {"lookup": False, "controller": "fixed", "max_draft_length": BLOCK}
 
@@ -65,34 +41,12 @@ def few(ids):
     return ids % (TOKENS - 2) + 2
 
 
-def weights_of(form, seed=1):
-    """Random tensors of a drafter, with the names of its authors."""
-    generator, made = torch.Generator().manual_seed(seed), {}
-    for name, like in BlockDrafter(FORMS[form]).state_dict().items():
-        name = name.removeprefix("network.").removeprefix("encoder.")
-        noise = torch.randn(like.shape, generator=generator, dtype=torch.float64)
-        noise = 1 + 0.1 * noise if noise.dim() == 1 else noise * like.shape[-1] ** -0.5
-        made[name if form == "library" else name.replace("output_norm_enc", "hidden_norm")] = noise
-    if form == "speculators":
-        return made | {"d2t": torch.arange(DRAFTED) // 3}  # it drafts 0, 1, 2, 4, 5, 6 and 8
-    return {name: each for name, each in made.items() if name not in _ENDS}
-
-
-def written(folder, config, weights):
-    folder.mkdir(exist_ok=True)
-    if config.get("model_type") == LIBRARY["model_type"]:
-        weights = {_OF_LIBRARY.get(name, name): each for name, each in weights.items()}
-    save_file(weights, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
 @pytest.fixture
 def drafter(tmp_path):
     """Writes a drafter of a form; returns its folder."""
 
     def make(form="authors", **more):
-        return written(tmp_path / form, FORMS[form] | more, weights_of(form))
+        return written(tmp_path / form, FORMS[form] | more)
 
     return make
 
@@ -160,7 +114,7 @@ def drafts_of(model, folder, ids, mask, count, **how):
 @torch.no_grad()
 def test_drafts_are_those_of_the_definition(form, drafter):
     """Of all rows of a batch, that draft in some rounds, and begin at different places."""
-    folder, weights = drafter(form), weights_of(form)
+    folder, weights = drafter(form), weights_of(FORMS[form])
     model, (ids, mask) = target(form), ragged((13, 5, 9), seed=3)
     rows = drafts_of(model, folder, few(ids), mask, 30, controller=Erratic())
     for drafts, text in rows:
@@ -217,6 +171,24 @@ def test_texts_are_the_same_with_and_without(form, drafter):
         assert new_tokens(decoded(fast, inputs, **drawn, **how)) == want
 
 
+def test_native_passes_draft_with_weights_in_8_bits(drafter, tmp_path):
+    """As a drafter does whose weights are these numbers; not where copies have no memory."""
+    model, config = target("speculators", dtype=torch.float32), FORMS["speculators"]
+    weights = weights_of(config)
+    for name in weights.keys() - {"embed_tokens.weight", "d2t"}:
+        if weights[name].dim() == 2:
+            weights[name] = rounded(weights[name].float(), 8).widened(torch.float32)
+    near, folder = written(tmp_path / "rounded", config, weights), drafter("speculators")
+    inputs, exact = (few(prompt(9)), torch.ones(1, 9), 90), copy.deepcopy(model)
+    ((drafts, _),) = drafts_of(model, folder, *inputs)
+    assert drafts_of(model, near, *inputs)[0][0] == drafts
+    ((others, _),) = drafts_of(exact, near, *inputs, draft_memory=0)
+    same = [drafts[place] == others[place] for place in drafts.keys() & others.keys()]
+    assert sum(same) > 0.85 * len(same) > 40  # products of 8 bits round their inputs, too
+    for each, words in ((model, "at once in 8 bits, "), (exact, "at once, ")):
+        assert f"{words}{near}" in open_plan(each, Settings(assistant=near, **HOW)).explain()
+
+
 def test_sessions_and_servers_draft_with_blocks(drafter):
     folder = drafter("authors", vocab_size=97)
     model = lively_model("qwen3", dtype=torch.float32)
@@ -225,8 +197,8 @@ def test_sessions_and_servers_draft_with_blocks(drafter):
     assert known[0] == (0, 0)
     assert min(known[1]) >= 12
     words = open_plan(model, Settings(**how)).explain()
-    assert f"drafts: a DFlash drafter of 4 tokens at once, {folder}; by the bytes" in words
-    assert "drafting 4 tokens costs 0.44" in words
+    assert f"drafts: a DFlash drafter of 4 tokens at once in 8 bits, {folder}; by" in words
+    assert "drafting 4 tokens costs 0.15" in words
     model, tasks = target(), [TextRequest(few(prompt(n))[0].tolist(), 40) for n in (5, 12)]
     drafter()
     told = finished(Serving(model, max_rows=2, **how), *tasks)[-1].counts
@@ -263,7 +235,7 @@ def test_a_block_is_paid_once():
     ],
 )
 def test_bad_folders_are_named_errors(damage, message, tmp_path):
-    config, weights = copy.deepcopy(FORMS["authors"]), weights_of("authors")
+    config, weights = copy.deepcopy(FORMS["authors"]), weights_of(FORMS["authors"])
     damage(config, weights)
     folder = written(tmp_path / "drafter", config, weights)
     with pytest.raises(ValueError, match=message) as raised:
@@ -276,7 +248,9 @@ def test_commands_draft_with_blocks(drafter, tmp_path):
     flags = ("generate", checkpoint, "--prompt", PROMPT, "--max-new-tokens", 12, "--no-lookup")
     folder = drafter("authors", vocab_size=97)
     result = run(*flags, "--assistant", folder)
-    assert f"a DFlash drafter of 4 tokens at once, {folder}" in result.stderr, result.output
+    assert f"a DFlash drafter of 4 tokens at once in 8 bits, {folder}" in result.stderr, (
+        result.output
+    )
     drafter("authors", vocab_size=98)
     assert "made for 98 tokens, the model has 97" in refused(*flags, "--assistant", folder)
     (folder / "model.safetensors").write_bytes(b"x" * 40)

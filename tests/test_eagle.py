@@ -228,7 +228,8 @@ def test_sessions_and_servers_draft_with_heads(head):
     known = chat(model, 2, NEW_TOKENS, **how)
     assert known[0] == (0, 0)
     assert min(known[1]) >= 12
-    assert f"drafts: an EAGLE-3 head, {folder}" in open_plan(model, Settings(**how)).explain()
+    told = open_plan(model, Settings(**how)).explain()
+    assert f"drafts: an EAGLE-3 head in 8 bits, {folder}" in told
 
 
 def test_one_decoding_serves_models_of_several_dtypes_and_loads_a_head_once_for_each(head, spied):
@@ -386,7 +387,7 @@ def test_commands_train_and_draft_with_heads(folder, tmp_path):
     flags = ("--prompt", PROMPT, "--max-new-tokens", 12, "--no-lookup")
     result = run("generate", folder, *flags, "--assistant", out / "eagle3")
     assert result.exit_code == 0, result.output
-    assert f"an EAGLE-3 head, {out}/eagle3" in result.stderr
+    assert f"an EAGLE-3 head in 8 bits, {out}/eagle3" in result.stderr
     assert run("generate", folder, *flags, "--no-draft").stdout == result.stdout
     again = load_eagle(out / "eagle3")
     save_eagle(again, tmp_path / "again")

@@ -18,10 +18,12 @@ from torch import Tensor, nn
 from layerskip.config.skips import SINK, SkipConfig
 from layerskip.decoding.sources.base import Source
 from layerskip.decoding.sources.mtp import CheckpointHead
+from layerskip.families.architecture import read_bytes
 from layerskip.files.environment import free_memory
 from layerskip.model import mtp_head
 from layerskip.model.opened_model import OpenedModel
 from layerskip.model.opened_models import kept_for
+from layerskip.model.published_head import PublishedHead
 from layerskip.model.sublayers import ASKED
 from layerskip.model.whole import Whole
 from layerskip.weights.stored import stored_weights
@@ -117,6 +119,21 @@ def automatic_draft(
 def heads_of(model: OpenedModel, draft: AutomaticDraft) -> list[Source]:
     """The source for the checkpoint's own head, if there is one that drafts."""
     return [] if draft.head is None else [CheckpointHead(model, draft.head)]
+
+
+def head_bits(model: OpenedModel, head: PublishedHead, memory: int | None) -> int | None:
+    """The bits to which a head that others trained is rounded for a model; None: it stays exact.
+
+    It is decided once for a head, since its copies then take of the free memory themselves.
+
+    Args:
+        memory: as for `automatic_draft`.
+    """
+    kept = kept_for(head)
+    if model.execution not in kept:
+        large = model.execution not in MEASURED or _too_large(read_bytes(head, 8), memory, True)
+        kept[model.execution] = None if large else 8
+    return kept[model.execution]  # type: ignore[no-any-return]
 
 
 def _head(model: OpenedModel, memory: int | None, by_memory: bool) -> mtp_head.Head | str | None:

@@ -22,7 +22,14 @@ import torch
 from torch import nn
 
 from layerskip.api.arguments import law_of, sampling_of
-from layerskip.api.drafts import automatic_draft, exits_hint, heads_of, in_words, skip_label
+from layerskip.api.drafts import (
+    automatic_draft,
+    exits_hint,
+    head_bits,
+    heads_of,
+    in_words,
+    skip_label,
+)
 from layerskip.api.own_exits import Agreement, OwnExits, agreement_of, has_exits, prior_of
 from layerskip.api.settings import DEFAULT_CONTROLLER, LONGEST_DRAFT, Settings
 from layerskip.backends.captured import clock
@@ -42,6 +49,7 @@ from layerskip.decoding.sources.forced import Forced
 from layerskip.decoding.sources.lookup import Lookup
 from layerskip.model.opened_model import OpenedModel
 from layerskip.model.opened_models import kept_for, sublayers_of
+from layerskip.model.published_head import PublishedHead
 from layerskip.texts.vocabulary import warn_of_vocabularies
 from layerskip.timing.cost_tables import by_bytes, cost_tables, stored
 from layerskip.weights.stored import storage_words
@@ -291,7 +299,7 @@ def _decide(
 ) -> Plan:
     """Make the draft sources of a model, including copies of weights that they need."""
     lookup = _lookup(settings, rejection)
-    second, assistant = _second_model(model, settings)
+    second, assistant = _second_model(model, settings, rejection)
     named_sources = [*earlier, *(_source(each, model, second) for each in settings.sources)]
     own, heads, skips = list[Source](), list[Source](), settings.skips
     reasons, advice, exits = dict[str, str](), None, None
@@ -394,7 +402,9 @@ def _without_origin(model: OpenedModel, skip: SkipConfig) -> SkipConfig:
     return replace(skip, model=None, model_hash=None)
 
 
-def _second_model(target: OpenedModel, settings: Settings) -> tuple[list[Source], Any]:
+def _second_model(
+    target: OpenedModel, settings: Settings, rejection: bool
+) -> tuple[list[Source], Any]:
     """Return the second model as a source, limited to the draft vocabulary, and the model.
 
     One given by its folder is loaded once for a target, and kept with it.
@@ -408,7 +418,11 @@ def _second_model(target: OpenedModel, settings: Settings) -> tuple[list[Source]
             kept[key] = load_drafter(assistant, dtype=target.dtype, device=target.device)
         assistant = kept[key]
     if isinstance(assistant, HEADS):
-        return [second_model(target, assistant, tokens)], assistant
+        bits = None
+        # Under the rejection rule texts depend on their drafts, and must not on the free memory.
+        if isinstance(assistant, PublishedHead) and not rejection:
+            bits = head_bits(target, assistant, settings.draft_memory)
+        return [second_model(target, assistant, tokens, bits)], assistant
     opened = sublayers_of(assistant, settings.execution)
     if opened.encoder:
         opened = opened.reading_of(target)

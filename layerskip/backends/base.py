@@ -355,6 +355,8 @@ def with_products(module: Any, linear: Callable[[nn.Linear], Function], name: st
     chosen = {id(linear) for linear in linears(module)}
 
     def copied(each: Any, path: str) -> Any:
+        if each is None:  # a part that a module lacks
+            return None
         low = id(each) in chosen
         parts = {key: copied(part, f"{path}.{key}") for key, part in each._modules.items()}
         if not low and all(part is parts[key] for key, part in each._modules.items()):

@@ -117,7 +117,7 @@ class Native(Fused):
         self.extension = extension()
         self.drawn = self.extension.drawn
         self.plan = self.extension.Plan()
-        self._fresh: list[Tensor] = []  # weights that have not been moved to huge pages yet
+        self._fresh = set[Tensor]()  # weights that have not been moved to huge pages yet
 
     def attention(self, part: LayerParts, variant: Variant) -> Block:
         fused, number = super().attention(part, variant), self._plan_attention(part, variant)
@@ -222,8 +222,8 @@ class Native(Fused):
         inputs = None
         # Moving takes up to a second per quarter of a gigabyte, and saves a tenth of a pass.
         if self.long_lived and self._fresh:
-            fresh, self._fresh = self._fresh, []
-            self.extension.move_to_huge_pages(fresh)
+            fresh, self._fresh = self._fresh, set()
+            self.extension.move_to_huge_pages([*fresh])
         if step is not None:
             cache, inputs = step.cache, step.inputs
             firsts, angles = cache.firsts, step.rotary.angles
@@ -347,9 +347,9 @@ class Native(Fused):
 
     def _exact(self, module: nn.Linear | TrimmedHead) -> Any:
         if isinstance(module.weight, Stored):
-            self._fresh.append(module.weight.read)
+            self._fresh.add(module.weight.read)
             return module.weight.matrix(module.bias)
-        self._fresh.append(module.weight)
+        self._fresh.add(module.weight)
         return self.extension.Matrix(module.weight, module.bias)
 
     def _matrix(self, variant: Variant) -> Callable[[Any], Any]:
@@ -362,7 +362,7 @@ class Native(Fused):
         bits = variant.bits
         assert bits is not None
         copy = self.copies.of(weight, bits, packed=True)
-        self._fresh.append(copy.data)
+        self._fresh.add(copy.data)
         rows, columns = copy.shape
         return self.extension.Matrix(copy.data, bias, format=f"R{bits}", rows=rows, columns=columns)
 

@@ -43,7 +43,6 @@ class BlockDrafter(PublishedHead):
         first: the place in a block whose output drafts the first token.
         depths: numbers of target layers after which its states are read.
         scaled: whether it reads the target's embeddings with the target's scale.
-        target_width, vocabulary, num_layers: of its target; None if the config does not say.
     """
 
     kind = "DFlash drafter"
@@ -59,9 +58,8 @@ class BlockDrafter(PublishedHead):
         self.block, self.mask = int(own["block_size"]), int(own["mask_token_id"])
         self.first = 0 if config.get("sample_from_anchor") else 1
         self.scaled, width = not speculators, layers["hidden_size"]
-        self.target_width: int = config.get("target_hidden_size") or width
-        self.vocabulary: int | None = layers.get("vocab_size")
-        self.num_layers: int | None = config.get("num_target_layers")
+        self.target_width = config.get("target_hidden_size") or width
+        self.vocabulary, self.num_layers = layers.get("vocab_size"), config.get("num_target_layers")
         values = {name: value for name, value in layers.items() if value is not None}
         values.setdefault("head_dim", width // layers["num_attention_heads"])
         values.setdefault("vocab_size", self.mask + 1)
@@ -87,6 +85,9 @@ class BlockDrafter(PublishedHead):
             self.network.encoder.fc = torch.nn.Linear(states, width, bias=False)
         self.cache_name = cache_name(self.network)
         self.eval().requires_grad_(False)
+
+    def depths_in(self, num_layers: int) -> list[int]:
+        return self.depths
 
     def stored_name(self, name: str) -> str:
         name = super().stored_name(name)

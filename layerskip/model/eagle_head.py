@@ -57,7 +57,8 @@ class Eagle(PublishedHead):
         if shape.num_hidden_layers != 1 or kinds != ["full_attention"]:
             raise ValueError("only one layer with full attention is served")
         width, eps = shape.hidden_size, shape.rms_norm_eps
-        self.target_width: int = config.get("target_hidden_size") or width
+        self.target_width = config.get("target_hidden_size") or width
+        self.vocabulary = shape.vocab_size
         self.depths: list[int] | None = config.get("eagle_aux_hidden_state_layer_ids")
         count = len(self.depths or range(3))
         self.residual_of_normed = bool(config.get("norm_before_residual"))
@@ -88,7 +89,6 @@ class Eagle(PublishedHead):
         return super().stored_name(name).replace("midlayer.", "layers.0.")
 
     def depths_in(self, num_layers: int) -> list[int]:
-        """The numbers of a target's layers after which its states are read."""
         return self.depths or [2, num_layers // 2, num_layers - 3]
 
     def join(self, states: Tensor) -> Tensor:

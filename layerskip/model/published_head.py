@@ -7,7 +7,8 @@ Shapes: D tokens that a head drafts, V vocabulary, W its width.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -19,17 +20,21 @@ _UNREAD = {"t2d", "verifier_norm.weight", "verifier_lm_head.weight", "rotary_emb
 """Tensors in published files that drafting does not need."""
 
 
-class PublishedHead(nn.Module):
+class PublishedHead(nn.Module, ABC):
     """A head, at first without weights; its parts are named as in files of `speculators`.
 
     Attributes:
         kind: what it is, in words.
+        target_width, vocabulary, num_layers: of its target; None if the config does not say.
         shape: the library's config of its layers, with the vocabulary as `vocab_size`.
         d2t: for each row of its own head, the number to add to get the target's token, (D,).
     """
 
     kind: str
     name_or_path = ""
+    target_width: int
+    vocabulary: int | None
+    num_layers: int | None = None
     d2t: Tensor
     embed_tokens: Any
     lm_head: Any
@@ -77,6 +82,10 @@ class PublishedHead(nn.Module):
     def tokens(self) -> Tensor:
         """The target's tokens that it can draft, (D,)."""
         return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
+
+    @abstractmethod
+    def depths_in(self, num_layers: int) -> Sequence[int]:
+        """The numbers of a target's layers after which its states are read."""
 
     def stored_name(self, name: str) -> str:
         """The name of one of its tensors, from the name in a file."""

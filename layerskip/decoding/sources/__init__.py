@@ -88,11 +88,13 @@ def second_model(
     target: OpenedModel,
     model: OpenedModel | Eagle | BlockDrafter | Drafter,
     tokens: Sequence[int] | None = None,
+    bits: int | None = None,
 ) -> Source:
     """Return the source for a second model, the target's official assistant, or a head for it.
 
     Args:
         tokens: the only tokens to draft; None: all.
+        bits: as for `Published`; only for EAGLE-3 heads and DFlash drafters.
 
     Raises:
         ValueError: the official assistant or the head belongs to another model.
@@ -100,9 +102,9 @@ def second_model(
     if isinstance(model, Drafter):
         return model.source(target, tokens)
     if isinstance(model, Eagle):
-        return EagleHead(target, model, tokens)
+        return EagleHead(target, model, tokens, bits)
     if isinstance(model, BlockDrafter):
-        return DFlash(target, model, tokens)
+        return DFlash(target, model, tokens, bits)
     if is_assistant(model.model.config):
         return Official(target, model, tokens)
     if tokens is not None:

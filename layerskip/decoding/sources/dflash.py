@@ -8,8 +8,8 @@ W of the drafter, D tokens that it can draft, V vocabulary.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,55 +17,40 @@ from torch import Tensor
 
 from layerskip.backends.base import logit_transform
 from layerskip.cache.library_cache import LibraryCache
-from layerskip.decoding.sources.base import Batch, Source, State
-from layerskip.decoding.sources.eagle import outputs_of, taps_misfit
+from layerskip.decoding.sources.base import Batch, State
 from layerskip.decoding.sources.following import Following, in_chunks
-from layerskip.decoding.sources.official import target_mismatch
+from layerskip.decoding.sources.published import Published
 from layerskip.families.architecture import read_bytes
 from layerskip.model.block_drafter import BlockDrafter
 from layerskip.model.opened_model import OpenedModel, Pass
-from layerskip.weights.draft_head import spread
 
 
-class DFlash(Source):
-    """A drafter that others trained for a target.
-
-    Args:
-        tokens: the only tokens to draft; None: all that it can.
-
-    Raises:
-        ValueError: it belongs to another model, or its dtype or device differs.
-    """
+class DFlash(Published):
+    """Drafts with a DFlash drafter; arguments as for `Published`."""
 
     name = "dflash"
+    module: BlockDrafter
 
-    def __init__(
-        self, target: OpenedModel, module: BlockDrafter, tokens: Iterable[int] | None = None
-    ) -> None:
-        if reason := _misfit(target, module):
-            raise ValueError(
-                f"the DFlash drafter cannot draft for this model: {reason}; give one made for it"
-            )
-        self.model, self.module = target, module
-        self.weight, self.tokens = outputs_of(target, module, tokens)  # (D, W), (D,) or None
+    def __init__(self, target: OpenedModel, head: BlockDrafter, *how: Any) -> None:
+        super().__init__(target, head, *how)
         self.finish = logit_transform(target)
-        self.taps = [2 * depth for depth in module.depths]
-        self.longest = self.per_step = module.block - module.first
+        self.longest = self.per_step = head.block - head.first
 
     @property
-    def words(self) -> str:
-        path = self.module.name_or_path
-        return f"a DFlash drafter of {self.longest} tokens at once, {path}".removesuffix(", ")
+    def what(self) -> str:
+        return f"a DFlash drafter of {self.longest} tokens at once"
 
-    @property
-    def key(self) -> Hashable:
-        return (weakref.ref(self.module), self.model.dtype, len(self.weight))
+    def misfit(self, target: OpenedModel, head: BlockDrafter) -> str | None:
+        reason = super().misfit(target, head)
+        if reason is None and not 0 <= head.mask < target.vocabulary:
+            return f"its mask token is {head.mask}, the model has {target.vocabulary} tokens"
+        return reason
 
     def open(self, batch: Batch) -> State:
         return _BlockState(batch, self)
 
     def step_bytes(self) -> Sequence[float]:
-        return [float(read_bytes(self.module.network, None)), float(self.weight.nbytes)]
+        return [float(read_bytes(self.module.network, self.bits)), self.output_bytes]
 
     def key_bytes(self) -> Mapping[int | None, float]:
         nbytes: dict[int | None, float] = {}
@@ -93,9 +78,8 @@ class DFlash(Source):
         else:  # without Gemma's scale, or Muse Glimmer's norm
             embedded = F.embedding(tokens, embedding.weight)
         states = module(embedded, lengths, cache)[:, module.first :]  # (R, longest, W)
-        raw = F.linear(states, self.weight)  # (R, longest, D)
-        raw = raw if self.finish is None else self.finish(raw)
-        return raw if self.tokens is None else spread(raw, self.tokens, self.model.vocabulary)
+        raw = self.project(states)  # (R, longest, D)
+        return self.spread(raw if self.finish is None else self.finish(raw))
 
 
 class _BlockState(Following):
@@ -134,22 +118,3 @@ class _BlockState(Following):
         in_chunks(batch.model, places, missing, run)
         for row, end in zip(batch.rows, ends, strict=True):
             self.seen[row] = end
-
-
-def _misfit(target: OpenedModel, module: BlockDrafter) -> str | None:
-    """Why a drafter cannot draft for a model, or None if it can."""
-    if reason := taps_misfit(target, module, module.depths):
-        return reason
-    width, layers = target.config.hidden_size, target.num_layers
-    pairs = [
-        ("hidden states of {} numbers", module.target_width, width),
-        ("{} tokens", module.vocabulary or target.vocabulary, target.vocabulary),
-        ("{} layers", module.num_layers or layers, layers),
-    ]
-    if module.embed_tokens is None or module.lm_head is None:
-        pairs.append(("embeddings of {} numbers", module.shape.hidden_size, width))
-    if reason := target_mismatch(pairs):
-        return reason
-    if not 0 <= module.mask < target.vocabulary:
-        return f"its mask token is {module.mask}, the model has {target.vocabulary} tokens"
-    return None
