@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from block_drafters import forms_for, written
 from gguf_files import write
 from hypothesis import HealthCheck, Phase, assume, given, seed, settings
 from hypothesis import strategies as st
@@ -20,6 +21,8 @@ from talks import drain, said
 from layerskip import LayerSkipDecoding, Lookup, LowPrecision, Session, SkipConfig
 from layerskip.config.registry import CONTROLLERS
 from layerskip.costs.speculation import CostTable
+from layerskip.decoding.sources import load_drafter
+from layerskip.decoding.sources.earlier import EarlierAnswers
 from layerskip.decoding.sources.universal import UniversalAssistant
 from layerskip.model.sublayers import Sublayers
 from layerskip.research.disco import Classifier
@@ -38,7 +41,10 @@ DRAFTS = (
     *("assistant", "skip, lookup, assistant"),
     *("trained", "trained, lookup, assistant", "trained, low, lookup"),
 )
-PAPERS = ("medusa", "spectr, skip", "disco, skip", "running-ahead", "another tokenizer")
+PAPERS = (
+    *("medusa", "spectr, skip", "disco, skip", "running-ahead", "another tokenizer"),
+    *("dflash", "earlier, skip"),
+)
 FILES = ("GGUF of llama", "GGUF of gemma2", "GGUF of apertus", "GGUF of mixtral", "GGUF of olmo3")
 DOORS = ("generate", "session", "server")
 PLAIN = {"enabled": False}
@@ -102,6 +108,14 @@ def paper_of(case, model, folder):
         return {"sources": [RunningAhead(Sublayers(second), longest=4)]}
     if name == "another tokenizer":
         return {"assistant": UniversalAssistant(*shuffled(second))}
+    if name == "dflash":
+        config, form = model.config.get_text_config(), case["text"] % 4
+        sizes = config.hidden_size, config.vocab_size, config.num_hidden_layers
+        written(folder / str(form), [*forms_for(*sizes).values()][form])
+        drafter = load_drafter(folder / str(form), dtype=model.dtype, device=model.device)
+        return {"assistant": drafter}
+    if name == "earlier":
+        return {"sources": [EarlierAnswers()]}
     return {}
 
 
@@ -253,7 +267,8 @@ def check(case, folder):
             **how,
         )
 
-    greedy = ours(False, drafting)
+    for _ in range(1 + case["drafts"].startswith("earlier")):  # then from its own answers, too
+        greedy = ours(False, drafting)
     got = greedy.sequences.tolist()
     if model.config._attn_implementation == "eager":
         # The library's padded rows are then NaN in float64 (see test_parity.py), so rows are alone
@@ -325,5 +340,5 @@ def test_random_cases(count, tmp_path):
 @pytest.mark.parametrize("paper", PAPERS)
 @pytest.mark.parametrize("count", [8, *slow(200)])
 def test_random_cases_of_papers(paper, count, tmp_path):
-    """Rows, laws, trees, sessions and servers; 1,000 cases if slow."""
+    """Rows, laws, trees, sessions and servers; 1,400 cases if slow."""
     run_cases([paper], count, tmp_path)
