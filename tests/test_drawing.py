@@ -11,7 +11,7 @@ from functools import cache
 import pytest
 import torch
 from marks import slow, thorough
-from models import lively_model, prompt, ragged
+from models import lively_model, prompt
 from scipy import stats
 from transformers import TemperatureLogitsWarper
 
@@ -23,7 +23,7 @@ from layerskip.decoding.noise import accept_uniform, gumbel_noise, stream_key
 from layerskip.decoding.rules import residual
 from layerskip.model.sublayers import Sublayers
 from layerskip.replay import token_draws
-from layerskip.replay.replayed_drafts import follow, replay
+from layerskip.replay.replayed_drafts import replay
 from layerskip.replay.simulation import simulate
 from layerskip.replay.token_draws import NOTHING, TextPlaces, propose
 from layerskip.replay.trace import take_trace
@@ -249,40 +249,11 @@ def test_drafts_survive_as_often_as_the_mean_of_products_says(temperature):
     assert (p > LEVEL) == (temperature == 1.0)
 
 
-# ---- Exactly: the same trace gives the same drafts, however they are computed ----
-
-
-@cache
-def small_trace(family="gemma2"):
-    """A trace of three texts. Gemma 2 has windows of 8 tokens, soft caps and eager attention."""
-    ids, mask = ragged((3, 12, 7))
-    return take_trace(
-        lively_model(family),
-        [row[keep.bool()] for row, keep in zip(ids, mask, strict=True)],
-        max_new_tokens=24,
-        law=sampling(0.8),
-        draft_length=6,
-        acceptance="rejection",
-    )
-
-
-def test_texts_do_not_depend_on_the_accept_rule():
-    coupled = traced("coupled", NO_END, 20).texts
-    for mine, theirs in zip(traced("rejection", NO_END, 20).texts, coupled, strict=True):
-        assert torch.equal(mine.tokens, theirs.tokens)
-
-
-def test_greedy_decoding_knows_no_accept_rule():
-    traces = [
-        take_trace(model(), [PROMPT], max_new_tokens=NEW, acceptance=acceptance)
-        for acceptance in ("coupled", "rejection")
-    ]
-    plays = [replay(trace, SKIPS["scattered"]) for trace in traces]
-    assert torch.equal(plays[0].tokens, plays[1].tokens)
+# ---- Exactly, against the model itself ----
 
 
 def test_an_exit_is_accepted_where_its_own_law_says():
-    """Against the model itself, truncated after four layers."""
+    """The model is truncated after four layers."""
     trace = traced("rejection", NO_END, 20)
     played = replay(trace, SkipConfig.early_exit(4), 1)
     assert replay(trace, SkipConfig(), 1).matches.all()
@@ -290,23 +261,3 @@ def test_an_exit_is_accepted_where_its_own_law_says():
         places = range(text.prompt + 1, text.prompt + 1 + text.starts)
         lucky = accept_uniform([text.key] * len(places), places) < mine[: len(places)]
         assert torch.equal(played.matches[starts, 0], lucky)
-
-
-def equal(ours, theirs):
-    assert torch.equal(ours.tokens, theirs.tokens)
-    assert torch.equal(ours.matches, theirs.matches)
-    assert torch.equal(ours.ends, theirs.ends)
-    torch.testing.assert_close(ours.confidences, theirs.confidences, rtol=1e-5, atol=0)
-    torch.testing.assert_close(ours.margins, theirs.margins, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("skip", [*thorough("an exit"), "scattered"])
-def test_chunks_change_nothing(skip, sizes):
-    trace = small_trace()
-    whole, followed = replay(trace, SKIPS[skip]), follow(trace, SKIPS[skip], 3)
-    equal(replay(trace, SKIPS[skip]), whole)
-    sizes(chains=8, groups=(3, 1), texts=2, traced_logits=1)
-    equal(replay(trace, SKIPS[skip]), whole)
-    assert torch.equal(follow(trace, SKIPS[skip], 3), followed)
-    again = small_trace.__wrapped__()
-    equal(replay(again, SKIPS[skip]), whole)

@@ -1,5 +1,6 @@
-"""Traces, replays and simulated rounds against real decoding, token by token."""
+"""Traces, replays and simulated rounds against real decoding; drafts followed, against replays."""
 
+import random
 from dataclasses import replace
 from functools import cache
 
@@ -7,7 +8,6 @@ import pytest
 import torch
 from covering import covering
 from looped import counted, rows, sampling
-from marks import thorough
 from models import Erratic, lively_model, pure, ragged
 from transformers import (
     MinLengthLogitsProcessor,
@@ -21,23 +21,30 @@ from layerskip.costs.speculation import ContextCosts, CostTable
 from layerskip.decoding.controllers import SIGNALS, Confidence, make_controller
 from layerskip.decoding.rounds import Round
 from layerskip.model.sublayers import Sublayers
+from layerskip.replay import steps as steps_module
+from layerskip.replay.chain_cache import ChainCache
 from layerskip.replay.exit_sweep import exit_sweep
-from layerskip.replay.replayed_drafts import replay
+from layerskip.replay.replayed_drafts import all_starts, follow, replay
 from layerskip.replay.simulation import cost_of, simulate
 from layerskip.replay.token_draws import NOTHING
 from layerskip.replay.trace import take_trace
 
 COSTS = CostTable(0.2, (1.0, 1.1, 1.2, 1.2, 1.3, 1.4, 1.4, 1.4, 1.5))
 NEW, LENGTH = 24, 20
+FOLLOWED = 6  # tokens
 LENGTHS = (3, 12, 7)
 EOS = frozenset(range(5, 9))
+FIVE = (0, 1, 2, 3, 4)
 SKIPS = {
     "exit 1": SkipConfig.early_exit(1),
     "exit 4": SkipConfig.early_exit(4),
     "scattered": SkipConfig(attention=(1, 4), mlp=(2, 3)),
+    "an even prefix": SkipConfig(attention=(3,), mlp=(4,)),
     "a prefix and gaps": SkipConfig(attention=(3,), mlp=(2, 3, 5)),
     "attention last": SkipConfig(attention=(3, 4, 5), mlp=(2, 3, 4, 5)),
     "no prefix": SkipConfig(attention=(0, 1, 2, 3), mlp=(0, 1, 4, 5)),
+    "one MLP": SkipConfig(attention=(*FIVE, 5), mlp=FIVE),
+    "one attention": SkipConfig(attention=FIVE, mlp=(*FIVE, 5)),
     "nothing skipped": SkipConfig(),
     "all low": SkipConfig.low_precision(4),
     "low, exact and gaps": SkipConfig(
@@ -49,23 +56,24 @@ SKIPS = {
     ),
     "a low head": SkipConfig(exit_layer=4, low=LowPrecision(bits=4, attention=(), mlp=())),
 }
-# family, temperature (None: greedy), end tokens
+# family, temperature (None: greedy), end tokens, accept rule
 CASES = [
-    ("llama", None, frozenset()),
-    ("llama", 1.0, EOS),
-    ("gemma2", 0.7, frozenset()),  # windows of 8 tokens, soft caps, eager attention
-    ("gemma3", 1.0, EOS),
-    ("qwen2", None, EOS),
+    ("llama", None, frozenset(), "coupled"),
+    ("llama", 1.0, EOS, "coupled"),
+    ("gemma2", 0.7, frozenset(), "coupled"),  # windows of 8 tokens, soft caps, eager attention
+    ("gemma3", 1.0, EOS, "coupled"),
+    ("qwen2", None, EOS, "rejection"),  # which greedy decoding does not know
+    ("llama", 1.0, EOS, "rejection"),
+    ("mistral", 0.7, frozenset(), "rejection"),
 ]
+EXACT = range(5)  # rounds of the others are those of decoding in law: test_drawing.py
 
 
 @cache
-def traced(family, temperature, eos):
-    model = lively_model(family)
-    trace = take_trace(
-        model, rows(), max_new_tokens=NEW, law=sampling(temperature), eos=eos, draft_length=LENGTH
-    )
-    return model, trace
+def traced(family, temperature, eos, acceptance):
+    model, law = lively_model(family), sampling(temperature)
+    how = {"eos": eos, "draft_length": LENGTH, "acceptance": acceptance}
+    return model, take_trace(model, rows(), max_new_tokens=NEW, law=law, **how)
 
 
 @cache
@@ -76,7 +84,7 @@ def replayed(case, skip):
 
 def real(model, case, texts, **settings):
     """Rounds of real decoding of some texts of a case in one batch, starting with the prefill."""
-    _, temperature, eos = CASES[case]
+    _, temperature, eos, _ = CASES[case]
     ids, mask = ragged(LENGTHS)
     return sampled(
         model,
@@ -100,6 +108,12 @@ def decoded(model, case, texts, **settings):
     return counted(real(model, case, texts, **{"costs": COSTS} | settings)[1:])
 
 
+def agree(followed, whole):
+    """Whether drafts are followed exactly to their first wrong token, for (N, J) booleans."""
+    right = whole.matches[:, : followed.shape[1]].long().cumprod(1).bool()
+    return torch.equal(followed, right)
+
+
 def assert_counts(played, length, rounds, text=0):
     """Check simulated rounds of a fixed length against real ones."""
     fixed = make_controller("fixed", max_draft_length=length, costs=COSTS)
@@ -109,6 +123,7 @@ def assert_counts(played, length, rounds, text=0):
 
 @pytest.mark.parametrize("case", range(len(CASES)))
 def test_a_trace_holds_the_texts_of_decoding(case):
+    """Whatever the accept rule: it decides about drafts only."""
     (model, trace), eos = traced(*CASES[case]), CASES[case][2]
     for number, text in enumerate(trace.texts):
         new = [token for round_ in real(model, case, [number]) for token in round_.tokens[0]]
@@ -124,7 +139,7 @@ def test_a_trace_holds_the_texts_of_decoding(case):
 
 
 @pytest.mark.parametrize("skip", SKIPS)
-@pytest.mark.parametrize("case", range(len(CASES)))
+@pytest.mark.parametrize("case", EXACT)
 def test_simulated_rounds_are_those_of_decoding(case, skip):
     model, played = replayed(case, skip)
     turn = case + list(SKIPS).index(skip)
@@ -135,7 +150,30 @@ def test_simulated_rounds_are_those_of_decoding(case, skip):
     assert counted(simulate(played, made, [text])) == real
 
 
-@pytest.mark.parametrize(("case", "skip"), covering(range(len(CASES)), list(SKIPS))[::2])
+@pytest.mark.parametrize("skip", SKIPS)
+@pytest.mark.parametrize("case", range(len(CASES)))
+def test_followed_drafts_are_the_replayed_ones(case, skip):
+    _, trace = traced(*CASES[case])
+    assert agree(follow(trace, SKIPS[skip], FOLLOWED), replayed(case, skip)[1])
+
+
+@pytest.mark.parametrize("skip", ["exit 4", "an even prefix", "no prefix"])
+@pytest.mark.parametrize("case", [0, 1, 5])
+def test_some_starts_and_some_tokens(case, skip):
+    """Starts in any order, and for each text other tokens that may be drafted."""
+    _, trace = traced(*CASES[case])
+    every = all_starts(trace)
+    some = random.Random(1).sample(range(len(every)), 21)
+    shares = torch.rand(3, 97, generator=torch.Generator().manual_seed(4))
+    for allowed in (None, shares < 0.8, shares < 0.02):
+        whole = replay(trace, SKIPS[skip], allowed=allowed)
+        starts = [every[number] for number in some]
+        followed = follow(trace, SKIPS[skip], 2, starts, allowed=allowed)
+        assert agree(followed, replace(whole, matches=whole.matches[some]))
+    assert follow(trace, SKIPS[skip], 2, []).shape == (0, 2)
+
+
+@pytest.mark.parametrize(("case", "skip"), covering(EXACT, list(SKIPS))[::2])
 def test_simulated_rounds_with_a_draft_vocabulary_are_those_of_decoding(case, skip):
     """In some tests of each controller, the vocabulary lacks the end tokens."""
     model, trace = traced(*CASES[case])
@@ -168,9 +206,12 @@ def test_each_text_may_have_a_vocabulary_of_its_own():
 
 @pytest.mark.thorough
 def test_the_cases_accept_some_and_reject_some():
-    rates = [replayed(case, skip)[1].survival[0] for case in range(len(CASES)) for skip in SKIPS]
-    assert sum(0.05 < rate < 0.95 for rate in rates) > len(rates) / 2
-    assert rates.count(1.0) == len(CASES)  # the draft that skips nothing
+    whole = {(n, skip): replayed(n, skip)[1].survival for n in range(len(CASES)) for skip in SKIPS}
+    first, last = ([rates[step] for rates in whole.values()] for step in (0, FOLLOWED - 1))
+    assert sum(0.05 < rate < 0.95 for rate in first) > len(whole) / 2
+    assert sum(0 < rate < 0.5 for rate in last) > len(whole) / 3
+    for (_, skip), rates in whole.items():
+        assert (rates[0] == 1) == (skip == "nothing skipped")
 
 
 @pytest.mark.parametrize(
@@ -209,7 +250,7 @@ class Told(Erratic):
 
 
 @pytest.mark.parametrize("skip", ["exit 4", "scattered"])
-@pytest.mark.parametrize("case", range(len(CASES)))
+@pytest.mark.parametrize("case", EXACT)
 def test_controllers_are_told_what_they_ask_for(case, skip):
     model, played = replayed(case, skip)
     heard = []
@@ -231,7 +272,8 @@ def by_length(ids, scores):
     return scores
 
 
-def test_processors_that_read_the_text():
+@pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
+def test_processors_that_read_the_text(acceptance):
     """Their history is the row's own tokens, including drafted ones."""
     model = lively_model("llama")
     penalties = [
@@ -240,23 +282,17 @@ def test_processors_that_read_the_text():
         by_length,
     ]
     law = sampling(0.8, *penalties)
-    trace = take_trace(model, rows((9, 5)), max_new_tokens=16, law=law, eos=EOS, draft_length=5)
-    ids, mask = ragged((9, 5))
-    for skip in (SKIPS["exit 4"], SKIPS["scattered"]):
+    how = {"law": law, "eos": EOS, "draft_length": 5, "acceptance": acceptance}
+    trace = take_trace(model, rows((9, 5)), max_new_tokens=16, **how)
+    asked = {"temperature": 0.8, "logits_processor": penalties, "eos_token_id": sorted(EOS)}
+    asked |= {"controller": "fixed", "max_draft_length": 5, "max_new_tokens": 16}
+    for skip in (SKIPS["exit 4"], SKIPS["an even prefix"], SKIPS["scattered"]):
         played = replay(trace, skip)
-        for number in range(2):
-            rounds = sampled(
-                model,
-                ids[[number]][:, mask[number].bool()],
-                skip=skip,
-                controller="fixed",
-                max_draft_length=5,
-                max_new_tokens=16,
-                temperature=0.8,
-                logits_processor=penalties,
-                eos_token_id=sorted(EOS),
-                seeds=[number],
-            )
+        assert 0 < played.survival[0] < 1
+        assert agree(follow(trace, skip, 5), played)
+        for number in range(2 if acceptance == "coupled" else 0):
+            alone = rows((9, 5))[number][None]
+            rounds = sampled(model, alone, skip=skip, seeds=[number], **asked)
             text = trace.texts[number]
             new = text.tokens[text.prompt :][: text.emitted].tolist()
             assert [token for round_ in rounds for token in round_.tokens[0]] == new
@@ -292,25 +328,46 @@ def test_drafts_that_find_nothing_to_draw():
             assert (played.tokens == NOTHING).any()
 
 
-@pytest.mark.parametrize("execution", [*thorough("modules"), "fused"])
-def test_chunks_and_paths_change_nothing(execution, sizes):
-    _, whole = replayed(2, "scattered")
-    sizes(groups=(3,), chains=6, logits=700, texts=2, traced_logits=1)
-    family, temperature, eos = CASES[2]
-    trace = take_trace(
-        Sublayers(lively_model(family), execution=execution),
-        rows(),
-        max_new_tokens=NEW,
-        law=sampling(temperature),
-        eos=eos,
-        draft_length=5,
-    )
-    for skip in ("scattered", "exit 4"):
-        _, whole = replayed(2, skip)
-        chunked = replay(trace, SKIPS[skip])
-        assert torch.equal(chunked.tokens, whole.tokens[:, :5])
-        assert torch.equal(chunked.matches, whole.matches[:, :5])
-        torch.testing.assert_close(chunked.confidences, whole.confidences[:, :5])
+@pytest.mark.parametrize(
+    ("case", "skip", "execution", "chains", "groups"),
+    [
+        (case, skip, execution, *most)
+        for case, skip, execution, most in covering(
+            (2, 4, 6),
+            ("exit 4", "scattered", "one MLP"),
+            ("fused", "modules"),
+            ((256, (16, 8, 4)), (8, (4, 2)), (6, (3, 1)), (1, (1,))),
+        )
+    ],
+)
+def test_chunks_and_paths_change_nothing(case, skip, execution, chains, groups, sizes, monkeypatch):
+    _, whole = replayed(case, skip)
+    sizes(chains=chains, groups=groups, logits=700, texts=2, traced_logits=1)
+    monkeypatch.setattr("layerskip.replay.trace.NOISE", 700)
+    family, temperature, eos, acceptance = CASES[case]
+    how = {"law": sampling(temperature), "eos": eos, "acceptance": acceptance}
+    opened = Sublayers(lively_model(family), execution=execution)
+    trace = take_trace(opened, rows(), max_new_tokens=NEW, draft_length=FOLLOWED, **how)
+    chunked = replay(trace, SKIPS[skip])
+    assert torch.equal(chunked.tokens, whole.tokens[:, :FOLLOWED])
+    assert torch.equal(chunked.matches, whole.matches[:, :FOLLOWED])
+    torch.testing.assert_close(chunked.confidences, whole.confidences[:, :FOLLOWED])
+    assert agree(follow(trace, SKIPS[skip], FOLLOWED), whole)
+
+
+def test_logits_bound_a_pass(monkeypatch, sizes):
+    seen = []
+
+    class Watched(ChainCache):
+        def __init__(self, known, texts, starts, steps):
+            seen.append(starts.numel())
+            super().__init__(known, texts, starts, steps)
+
+    monkeypatch.setattr(steps_module, "ChainCache", Watched)
+    sizes(logits=40 * 97)  # of 97 tokens each
+    followed = follow(traced(*CASES[2])[1], SKIPS["no prefix"], FOLLOWED)
+    assert 20 < max(seen) <= 40
+    assert agree(followed, replayed(2, "no prefix")[1])
 
 
 def test_no_room_for_context_at_the_models_last_position():
@@ -329,39 +386,22 @@ def test_no_room_for_context_at_the_models_last_position():
 def test_cells_of_a_sweep_are_totals_of_real_rounds():
     """With the seeds and the processors of the record's law."""
     model = lively_model("llama")
-    law = {"do_sample": True, "temperature": 0.9, "top_k": 40, "top_p": 0.95, "seed": 3}
-    seen = []
-    record = exit_sweep(
-        model,
-        rows(),
-        (2, 5),
-        (1, 4),
-        law=law,
-        max_new_tokens=12,
-        progress=lambda words, share: seen.append(share),
-    )
+    law = {"do_sample": True, "temperature": 0.9, "top_k": 40, "top_p": 0.95}
+    seen, how = [], {"law": law | {"seed": 3}, "max_new_tokens": 12}
+    how["progress"] = lambda words, share: seen.append(share)
+    record = exit_sweep(model, rows(), (2, 5), (1, 4), **how)
     assert (record["tokens"], record["draft_lengths"]) == (33, [1, 4])
     assert [each["exit"] for each in record["exits"]] == [2, 5]
     assert all(0 <= share <= 1 for share in seen)
     for entry in record["exits"]:
+        drafts = {"skip": SkipConfig.early_exit(entry["exit"]), "controller": "fixed", **law}
         for length, counts in zip((1, 4), entry["rounds"], strict=True):
-            rounds = [
-                round_
+            drafts |= {"max_draft_length": length, "max_new_tokens": 12}
+            played = [
+                sampled(model, row[None], seeds=[3 + number], **drafts)[1:]
                 for number, row in enumerate(rows())
-                for round_ in sampled(
-                    model,
-                    row[None],
-                    skip=SkipConfig.early_exit(entry["exit"]),
-                    controller="fixed",
-                    max_draft_length=length,
-                    max_new_tokens=12,
-                    temperature=0.9,
-                    top_k=40,
-                    top_p=0.95,
-                    seeds=[3 + number],
-                )[1:]
             ]
-            drafted = [each.drafted[0] for each in rounds]
+            drafted = [each.drafted[0] for rounds in played for each in rounds]
             assert counts == [drafted.count(n) for n in range(length + 1)]
 
 
