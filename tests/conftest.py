@@ -130,6 +130,25 @@ def given(tmp_path):
     return path
 
 
+@pytest.fixture
+def shifted_verify(monkeypatch):
+    """Breaks the engine: its verification reads logits that are too large for token 5."""
+
+    def shift(step):
+        from layerskip.decoding.passes import Passes
+
+        verify = Passes.verify
+
+        def wrong(self, tokens, positions, *branches):
+            out = verify(self, tokens, positions, *branches).clone()  # a buffer that can be changed
+            out[..., 5] += step
+            return out
+
+        monkeypatch.setattr(Passes, "verify", wrong)
+
+    return shift
+
+
 SIZES = {
     # thousands of draws of each accept rule, which tests of the check's other parts do not need
     "draws": "bench.lawtest.DRAWS",

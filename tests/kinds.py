@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 from letters import shuffled
-from models import FEW, Erratic, Fickle, Growing, lively_model, near, ragged
+from models import FEW, Erratic, Fickle, Growing, generated, lively_model, near, ragged
 from official import KNOWN, TARGETS, assistant_of, target_of
 from safetensors.torch import save_file
 
@@ -180,7 +180,7 @@ def prompts():
 
 def decoded(model, drafts, law, controller, execution, ended=False, *, new, longest=5):
     """The output of `generate()` for the prompts."""
-    how, (ids, mask) = dict(LAWS[law]), prompts()
+    how = dict(LAWS[law])
     decoding = several(
         model,
         drafts,
@@ -190,16 +190,8 @@ def decoded(model, drafts, law, controller, execution, ended=False, *, new, long
         max_draft_length=longest,
         seed=how.pop("seed", None),
     )
-    return model.generate(
-        ids,
-        attention_mask=mask,
-        custom_generate=decoding,
-        return_dict_in_generate=True,
-        max_new_tokens=new,
-        eos_token_id=ENDS if ended else None,
-        pad_token_id=0,
-        **how,
-    )
+    how |= {"max_new_tokens": new, "eos_token_id": ENDS if ended else None, "pad_token_id": 0}
+    return generated(model, prompts(), custom_generate=decoding, **how)
 
 
 def several(model, drafts, *, execution="auto", **settings):

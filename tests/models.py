@@ -11,7 +11,7 @@ from marks import slow
 from torch import nn
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
-from layerskip.config.skips import SkipConfig
+from layerskip import LayerSkipDecoding, SkipConfig
 from layerskip.decoding.controllers import Controller
 from layerskip.decoding.seats import Seat
 from layerskip.families import known
@@ -320,6 +320,13 @@ def side_by_side(*functions):
         thread.join()
 
 
+def generated(model, inputs, settings=None, **how):
+    """The output of `generate()` for prompts and their mask, by our decoding if it has settings."""
+    ours = {} if settings is None else {"custom_generate": LayerSkipDecoding(**settings)}
+    how = {"attention_mask": inputs[1], "return_dict_in_generate": True, **ours, **how}
+    return model.generate(inputs[0], **how)
+
+
 def pure(processor):
     """Mark a logits processor as stateless."""
     processor.layerskip_pure = True
@@ -336,6 +343,29 @@ def scripted(tokens, width):
         return scores + pull
 
     return processor
+
+
+class Counting:
+    """A user's grammar: each token is the last plus one, modulo 7, starting from 20."""
+
+    def __init__(self):
+        self.text = []
+
+    def start(self):
+        return Counting()
+
+    def advance(self, token):
+        self.text.append(token)
+
+    def rollback(self, count):
+        assert 0 < count <= len(self.text)
+        del self.text[-count:]
+
+    def mask(self, scores):
+        keep = 20 + len(self.text) % 7
+        out = torch.full_like(scores, -float("inf"))
+        out[keep] = scores[keep]
+        return out
 
 
 def seated(keys, lengths, emitted, width):

@@ -1,16 +1,17 @@
 """Small random models of any type of the library, and decoding with every kind of draft."""
 
+import copy
 import functools
 
 import torch
-from models import VOCABULARY, Erratic, ragged, require
+from models import VOCABULARY, Erratic, generated, ragged, require
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
 )
 
-from layerskip import LayerSkipDecoding, SkipConfig
+from layerskip import SkipConfig
 from layerskip.costs.speculation import CostTable
 
 COSTS = CostTable(0.1, (1.0, 1.01, 1.02))  # with these, drafting pays; no test depends on a clock
@@ -151,14 +152,8 @@ def alone(model, ids, mask):
 
 def decoded(model, inputs, *, sample=False, **how):
     """The output of `generate()` for prompts and their mask."""
-    return model.generate(
-        inputs[0],
-        attention_mask=inputs[1],
-        custom_generate=LayerSkipDecoding(costs=COSTS, **how),
-        max_new_tokens=NEW_TOKENS,
-        do_sample=sample,
-        return_dict_in_generate=True,
-    )
+    law = {"max_new_tokens": NEW_TOKENS, "do_sample": sample}
+    return generated(model, inputs, {"costs": COSTS, **how}, **law)
 
 
 def inputs(kind, batch):
@@ -197,3 +192,18 @@ def every_draft(model, *own):
 def new_tokens(out):
     """The new tokens of every row."""
     return out.sequences[:, -NEW_TOKENS:].tolist()
+
+
+def check_texts(model, inputs, name, dtypes=(torch.float64,), **how):
+    """Check texts of rows with drafts of one source, greedy and by both accept rules."""
+    out, greedy = decoded(model, inputs, **how), alone(model, *inputs)
+    assert new_tokens(out) == greedy
+    assert [(each.name, each.num_draft_tokens > 0) for each in out.stats.sources] == [(name, True)]
+    drawn = {"sample": True, "seeds": [*range(len(greedy))]}
+    for dtype in dtypes:
+        own = copy.deepcopy(model).to(dtype)
+        want = new_tokens(decoded(own, inputs, enabled=False, **drawn))
+        assert new_tokens(decoded(own, inputs, **drawn, **how)) == want
+    drawn |= {"acceptance": "rejection"}  # whose texts depend on drafts
+    once, again = (new_tokens(decoded(model, inputs, **drawn, **how)) for _ in range(2))
+    assert once == again

@@ -78,22 +78,10 @@ def test_it_honours_processors_of_the_model():
     assert [(each.tokens, each.differences) for each in found.values()] == [(32, ())] * 2
 
 
-def shifted_verify(monkeypatch, step):
-    """Break the engine: its verification reads logits that are `step` too large for one token."""
-    verify = Passes.verify
-
-    def wrong(self, tokens, positions, *branches):
-        out = verify(self, tokens, positions, *branches).clone()  # a buffer that can be changed
-        out[..., 5] += step
-        return out
-
-    monkeypatch.setattr(Passes, "verify", wrong)
-
-
 @pytest.mark.usefixtures("few_draws")
-def test_wrong_logits_are_faults(monkeypatch):
+def test_wrong_logits_are_faults(shifted_verify):
     model = tiny_model("llama", dtype=torch.float32)
-    shifted_verify(monkeypatch, 3.0)
+    shifted_verify(3.0)
     report = check(model, PROMPTS, SKIP, max_new_tokens=16)
     assert report.greedy.faults > 0
     assert not report.passed

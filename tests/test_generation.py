@@ -20,6 +20,7 @@ from models import (
     VOCABULARY,
     Erratic,
     LowRank,
+    generated,
     lively_model,
     prompt,
     pure,
@@ -436,13 +437,8 @@ def test_num_return_sequences_draw_from_streams_of_their_own(llama):
 
 def test_without_a_seed_the_librarys_generator_decides_and_the_stats_report(llama):
     def text(**settings):
-        return llama.generate(
-            prompt(6),
-            custom_generate=decoding(**settings),
-            do_sample=True,
-            max_new_tokens=12,
-            return_dict_in_generate=True,
-        )
+        how = {"do_sample": True, "max_new_tokens": 12, "custom_generate": decoding(**settings)}
+        return generated(llama, (prompt(6), None), **how)
 
     torch.manual_seed(1)
     one, two = text(), text()
@@ -724,17 +720,11 @@ RESOLUTION = {torch.float32: 1e-5, torch.bfloat16: 8 * 2**-8, torch.float16: 8 *
 def test_other_dtypes_give_the_same_text_but_for_near_ties(family, dtype):
     model = lively_model(family).to(dtype)
     ids, mask = ragged(LENGTHS)
-    how = {"attention_mask": mask, "max_new_tokens": 10}
 
     def ours(sample, **settings):
-        return model.generate(
-            ids,
-            custom_generate=decoding(seed=1 if sample else None, **settings),
-            do_sample=sample,
-            top_k=0,
-            return_dict_in_generate=True,
-            **how,
-        )
+        ways = decoding(seed=1 if sample else None, **settings)
+        how = {"do_sample": sample, "top_k": 0, "max_new_tokens": 10, "custom_generate": ways}
+        return generated(model, (ids, mask), **how)
 
     # row by row, because padded rows of the library's eager attention are NaN (test_parity.py)
     alone = [
@@ -755,13 +745,11 @@ def test_other_dtypes_give_the_same_text_but_for_near_ties(family, dtype):
 
 
 def check_exact(model, **settings):
-    ids, mask = ragged(LENGTHS)
-    how = {"attention_mask": mask, "max_new_tokens": 12}
-    want = model.generate(ids, **how)
-    got = model.generate(
-        ids, custom_generate=decoding(**settings), return_dict_in_generate=True, **how
-    )
-    assert got.sequences.tolist() == want.tolist()
+    inputs = ragged(LENGTHS)
+    want = generated(model, inputs, max_new_tokens=12)
+    ways = decoding(**settings)
+    got = generated(model, inputs, custom_generate=ways, max_new_tokens=12)
+    assert got.sequences.tolist() == want.sequences.tolist()
     assert got.stats.num_accepted_tokens > 0
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from commands import document, refused, run
-from models import Erratic, Fickle, lively_model, prompt, pure, scripted
+from models import Counting, Erratic, Fickle, lively_model, prompt, pure, scripted
 from transformers import AutoTokenizer, LogitsProcessor
 
 import layerskip
@@ -336,29 +336,6 @@ def test_whitespace_between_tokens_of_json(tokenizer):
         assert (ended == [EOS]) is not whitespace
 
 
-class Counting:
-    """A user's grammar: each token is the last plus one, modulo 7, starting from 20."""
-
-    def __init__(self):
-        self.text = []
-
-    def start(self):
-        return Counting()
-
-    def advance(self, token):
-        self.text.append(token)
-
-    def rollback(self, count):
-        assert 0 < count <= len(self.text)
-        del self.text[-count:]
-
-    def mask(self, scores):
-        keep = 20 + len(self.text) % 7
-        out = torch.full_like(scores, -float("inf"))
-        out[keep] = scores[keep]
-        return out
-
-
 def test_a_processor_of_a_users_own(model):
     """All of its tokens are forced, so each round drafts as many as it may and adds one."""
     counting = Counting()
@@ -388,10 +365,6 @@ def test_a_processor_of_a_users_own(model):
     assert [t for r in looked for t in r.tokens[0]] == [20 + i % 7 for i in range(40)]
     assert all(r.drafted == r.accepted for r in looked)
     assert any(r.source_of(0) == 1 for r in looked)
-    rounds = decode(model, prompt(5), max_new_tokens=9, logits_processor=[counting])
-    assert [token for round_ in rounds for token in round_.tokens[0]] == [
-        20 + i % 7 for i in range(9)
-    ]
 
 
 def test_every_row_and_law_has_a_state_of_its_own():

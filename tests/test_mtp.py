@@ -11,12 +11,11 @@ from definitions import attended, rms_norm, turned
 from marks import slow, thorough
 from models import Erratic, prompt, ragged, require
 from safetensors.torch import load_file, save_file
-from small import BATCHES, NEW_TOKENS, alone, decoded, new_tokens, small_model
+from small import BATCHES, NEW_TOKENS, alone, check_texts, decoded, new_tokens, small_model
 from talks import chat
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
-import layerskip
-from layerskip import LayerSkipDecoding
+from layerskip import LayerSkipDecoding, SkipConfig, UnsupportedModelError, decode, generate
 from layerskip.api.plan import open_plan
 from layerskip.api.settings import Settings
 from layerskip.model.mtp_head import LAYOUTS
@@ -213,7 +212,7 @@ def test_drafts_are_those_of_the_definition(kind, made):
     """The second draft reads the head's own state of the first."""
     model, weights = made(kind)
     ids = prompt(9)
-    rounds = layerskip.decode(model, ids, max_new_tokens=10, controller="fixed", **HEAD)
+    rounds = decode(model, ids, max_new_tokens=10, controller="fixed", **HEAD)
     text, seen = ids[0].tolist(), 0
     for each in rounds:
         for number, drafted in enumerate(each.drafts[0][:2] if each.drafts else ()):
@@ -231,25 +230,13 @@ def test_drafts_are_those_of_the_definition(kind, made):
 @pytest.mark.parametrize("batch", [*thorough("one"), "ragged"])
 @pytest.mark.parametrize("kind", ["deepseek_v3", *slow(*OTHERS)])
 def test_texts_are_the_same_with_and_without(kind, batch, made):
-    model, _ = made(kind)
     inputs = ragged(BATCHES[batch], seed=3)
-    out = decoded(model, inputs, controller=Erratic(), **HEAD)
-    assert new_tokens(out) == alone(model, *inputs)
-    assert out.stats.num_draft_tokens > 0
-    assert [each.name for each in out.stats.sources] == ["mtp"]
-    how = {"sample": True, "seeds": [*range(len(inputs[0]))]}
-    want = new_tokens(decoded(model, inputs, enabled=False, **how))
-    assert new_tokens(decoded(model, inputs, controller=Erratic(), **how, **HEAD)) == want
-    how |= {"acceptance": "rejection", **HEAD}
-    twice = [decoded(model, inputs, controller=Erratic(), **how) for _ in range(2)]
-    assert new_tokens(twice[0]) == new_tokens(twice[1])
+    check_texts(made(kind)[0], inputs, "mtp", controller=Erratic(), **HEAD)
 
 
 @pytest.mark.parametrize("kind", ["qwen3_5_text", *slow("deepseek_v3")])
 def test_sessions_and_servers_draft_with_heads(kind, made):
-    known = chat(made(kind)[0], 3, NEW_TOKENS, controller="fixed", **HEAD)
-    assert known[0] == (0, 0)
-    assert all(min(each) >= 12 for each in known[1:])
+    chat(made(kind)[0], 3, NEW_TOKENS, controller="fixed", **HEAD)
 
 
 def test_a_loaded_checkpoint_s_head_is_found_and_told(made):
@@ -269,7 +256,7 @@ def test_a_published_checkpoint_that_sees_pictures_is_loaded_as_text(tmp_path):
     ids = dict.fromkeys(("image_token_id", "video_token_id", "vision_start_token_id"), 90)
     config = CONFIG_MAPPING["qwen3_5"](text_config=text.to_dict(), vision_config=sizes, **ids)
     whole = AutoModelForImageTextToText.from_config(config).double().eval()
-    with pytest.raises(layerskip.UnsupportedModelError, match="text with AutoModelForCausalLM"):
+    with pytest.raises(UnsupportedModelError, match="text with AutoModelForCausalLM"):
         sublayers_of(whole)
     whole.save_pretrained(tmp_path)
     _write(tmp_path, weights_of("qwen3_5_text", text))
@@ -323,18 +310,18 @@ def test_damaged_heads_are_named_errors(made, tmp_path):
     model = _damaged(made, tmp_path, cut, "glm4_moe")
     shapes = r"part.safetensors has shape \[15, 32\], the model's head for drafts needs \[16, 32\]"
     with pytest.raises(ValueError, match=f"{name} in .*{shapes}"):
-        layerskip.generate(model, prompt(5), max_new_tokens=2)
-    out = layerskip.generate(model, prompt(5), max_new_tokens=2, draft_memory=0)
+        generate(model, prompt(5), max_new_tokens=2)
+    out = generate(model, prompt(5), max_new_tokens=2, draft_memory=0)
     assert out.sequences.shape == (1, 7)
     model = _damaged(made, tmp_path, lambda weights: weights.pop(name), "glm4_moe")
     with pytest.raises(ValueError, match=f"incomplete: {name} is missing"):
-        layerskip.generate(model, prompt(5), max_new_tokens=2)
+        generate(model, prompt(5), max_new_tokens=2)
     (tmp_path / "part.safetensors").write_bytes(b"none")
     with pytest.raises(ValueError, match=r"cannot read .*part.safetensors"):
-        layerskip.generate(model, prompt(5), max_new_tokens=2)
+        generate(model, prompt(5), max_new_tokens=2)
     (tmp_path / "model.safetensors.index.json").write_text("[]")
     with pytest.raises(ValueError, match=r"cannot read .*index.json"):
-        layerskip.generate(model, prompt(5), max_new_tokens=2)
+        generate(model, prompt(5), max_new_tokens=2)
 
 
 def test_heads_that_cannot_draft_are_told(made, tmp_path):
@@ -355,7 +342,7 @@ def test_heads_that_cannot_draft_are_told(made, tmp_path):
 
 def test_other_decoding_options_leave_heads_aside(made):
     model, _ = made("deepseek_v3")
-    how = LayerSkipDecoding(skip=layerskip.SkipConfig.low_precision(8), lookup=False)
+    how = LayerSkipDecoding(skip=SkipConfig.low_precision(8), lookup=False)
     out = model.generate(
         prompt(5), custom_generate=how, max_new_tokens=4, return_dict_in_generate=True
     )

@@ -7,12 +7,10 @@ import torch
 from checkpoints import save_checkpoint
 from commands import document, run
 from models import lively_model, near, prompt, tiny_model
-from talks import drain, said
+from talks import said, together
 
-import layerskip
-from layerskip import LayerSkipDecoding, Session, SkipConfig
+from layerskip import LayerSkipDecoding, Lookup, Session, SkipConfig, generate, load
 from layerskip.api import own_exits
-from layerskip.api.loading import load
 from layerskip.api.own_exits import OwnExits, agreement_of
 from layerskip.api.plan import open_plan
 from layerskip.model.opened_models import sublayers_of
@@ -55,7 +53,7 @@ def test_agreements_are_those_of_the_librarys_hidden_states():
     seen = 0
     while not found.positions:
         ids = prompt(300, seed=seen)
-        layerskip.generate(model, ids, **HOW)
+        generate(model, ids, **HOW)
         seen += 300
         assert (found.positions == 64) is (seen >= price)
     assert seen > 300
@@ -77,10 +75,10 @@ def test_the_best_exit_drafts_in_the_call_that_asks_and_in_later_ones(
     model, ids, how = early(), prompt(70), HOW | {"execution": execution} | sampling
     plan_of = partial(open_plan, model, LayerSkipDecoding(execution=execution))
     assert "asked at the first prompts, 0 of 64" in plan_of().explain()
-    plain = layerskip.generate(model, ids, enabled=False, **how).sequences
+    plain = generate(model, ids, enabled=False, **how).sequences
     names = []
     for _ in range(2):
-        out = layerskip.generate(model, ids, lookup=False, **how)
+        out = generate(model, ids, lookup=False, **how)
         assert torch.equal(out.sequences, plain)
         (counts,) = out.stats.sources
         assert counts.num_accepted_tokens > 0
@@ -96,7 +94,7 @@ def test_the_best_exit_drafts_in_the_call_that_asks_and_in_later_ones(
 
 def test_what_gains_nothing_is_dropped(generous):
     model = early(20.0)
-    out = layerskip.generate(model, prompt(70), **HOW)
+    out = generate(model, prompt(70), **HOW)
     assert [each.num_drafts for each in out.stats.sources][1] == 0
     plan = plan_of(model)
     assert plan.names == ["lookup"]
@@ -107,7 +105,7 @@ def test_positions_add_up_over_rows_and_turns(generous):
     """Each token answers once: a session's earlier tokens are in its cache."""
     model = early()
     agreement = agreement_of(sublayers_of(model, "modules"))
-    layerskip.generate(model, prompt(9, rows=2), **HOW)
+    generate(model, prompt(9, rows=2), **HOW)
     assert agreement.positions == 18
     session = Session(model, execution="modules")
     first = session.generate(prompt(20, seed=1), max_new_tokens=4).sequences
@@ -124,7 +122,7 @@ def test_positions_add_up_over_rows_and_turns(generous):
         ({"draft_memory": 0}, False),
         ({"skip": SkipConfig.early_exit(4)}, False),
         ({"skip": SkipConfig.low_precision(8)}, False),
-        ({"sources": [layerskip.Lookup([[5, 6]])]}, False),
+        ({"sources": [Lookup([[5, 6]])]}, False),
         ({"enabled": False}, False),
     ],
 )
@@ -145,7 +143,7 @@ def test_a_model_that_drafts_in_8_bits_is_not_asked():
 
 def test_the_answer_is_kept_with_the_weights(tmp_path, monkeypatch, generous):
     monkeypatch.setenv("LAYERSKIP_CACHE", str(tmp_path))
-    layerskip.generate(early(), prompt(70), **HOW)
+    generate(early(), prompt(70), **HOW)
     assert plan_of(early()).skips  # another object with the same weights
     assert asking(plan_of(early(seed=1)))
     file = agreement_of(sublayers_of(early(), "modules")).file
@@ -155,15 +153,12 @@ def test_the_answer_is_kept_with_the_weights(tmp_path, monkeypatch, generous):
 
 
 def test_a_server_asks_its_first_texts(generous):
-    model, told = early(), [[] for _ in range(4)]
+    model = early()
     serving = Serving(model, execution="modules", session_memory=0, max_rows=2, lookup=False)
     tasks = [TextRequest(prompt(20 + n, seed=n)[0].tolist(), max_new_tokens=12) for n in range(4)]
-    for task, pieces in zip(tasks, told, strict=True):
-        serving.submit(task, pieces.append)
-    drain(serving)
-    for task, pieces in zip(tasks, told, strict=True):
+    for task, pieces in zip(tasks, together(serving, tasks), strict=True):
         ids = torch.tensor([task.prompt])
-        plain = layerskip.generate(model, ids, enabled=False, **HOW).sequences
+        plain = generate(model, ids, enabled=False, **HOW).sequences
         assert said(pieces) == plain[0, ids.shape[1] :].tolist()
     assert agreement_of(sublayers_of(model, "modules")).done
     assert serving._batch.passes.states[-1].source.best is not None

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from kinds import BLOCKS, medusa_folder, several, weights_of
 from letters import shuffled
 from marks import slow, thorough
-from models import EVERY, VOCABULARY, Erratic, Fickle, near, ragged, windowed
-from talks import drain, said
+from models import EVERY, VOCABULARY, Erratic, Fickle, generated, near, ragged, windowed
+from talks import said, together
 
 from layerskip import LayerSkipDecoding, Lookup, LowPrecision, Session, SkipConfig
 from layerskip.config.registry import CONTROLLERS
@@ -121,11 +121,9 @@ def paper_of(case, model, folder):
 
 def served(model, rows, settings, law, new):
     """The texts of rows that a server decodes beside each other."""
-    serving, told = Serving(model, max_rows=2, memory=1 << 22, **settings), [[] for _ in rows]
-    for row, pieces in zip(rows, told, strict=True):
-        serving.submit(TextRequest(row.tolist(), new, eos=frozenset(), **law), pieces.append)
-    drain(serving)
-    return [said(pieces) for pieces in told]
+    serving = Serving(model, max_rows=2, memory=1 << 22, **settings)
+    tasks = [TextRequest(row.tolist(), new, eos=frozenset(), **law) for row in rows]
+    return [said(pieces) for pieces in together(serving, tasks)]
 
 
 def continued(model, rows, settings, law, new):
@@ -258,14 +256,8 @@ def check(case, folder):
     }
 
     def ours(sample, settings):
-        return model.generate(
-            ids,
-            attention_mask=mask,
-            custom_generate=decoding(model, **({"skips": ()} | settings)),
-            return_dict_in_generate=True,
-            do_sample=sample,
-            **how,
-        )
+        ways = decoding(model, **({"skips": ()} | settings))
+        return generated(model, (ids, mask), custom_generate=ways, do_sample=sample, **how)
 
     for _ in range(1 + case["drafts"].startswith("earlier")):  # then from its own answers, too
         greedy = ours(False, drafting)
@@ -338,7 +330,7 @@ def test_random_cases(count, tmp_path):
 
 @pytest.mark.filterwarnings("ignore:(branches|classifier) has no effect")
 @pytest.mark.parametrize("paper", PAPERS)
-@pytest.mark.parametrize("count", [8, *slow(200)])
+@pytest.mark.parametrize("count", [4, *thorough(8), *slow(200)])
 def test_random_cases_of_papers(paper, count, tmp_path):
     """Rows, laws, trees, sessions and servers; 1,400 cases if slow."""
     run_cases([paper], count, tmp_path)

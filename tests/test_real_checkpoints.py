@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from commands import document, run
-from models import ragged
+from models import generated, ragged
 from ties import partings
 
-from layerskip import LayerSkipDecoding, SkipConfig
-from layerskip.api.generation import generate
+from layerskip import SkipConfig, generate
 from layerskip.api.loading import encode, load
 from layerskip.config.shipped import MADE, SPEC_BENCH, made
 from layerskip.decoding.noise import stream_key
@@ -65,15 +64,9 @@ def test_drafted_texts_are_the_plain_ones_and_those_of_transformers(loaded):
     how = {"skip": skip, "lookup": False, "controller": "fixed", "max_draft_length": 4}
 
     def decode(sample, settings):
-        return loaded.model.generate(
-            ids,
-            attention_mask=mask,
-            max_new_tokens=NEW_TOKENS,
-            do_sample=sample,
-            **({"temperature": TEMPERATURE, "top_k": 0} if sample else {}),
-            **({} if settings is None else {"custom_generate": LayerSkipDecoding(**settings)}),
-            return_dict_in_generate=True,
-        )
+        law = {"temperature": TEMPERATURE, "top_k": 0} if sample else {}
+        law |= {"do_sample": sample, "max_new_tokens": NEW_TOKENS}
+        return generated(loaded.model, (ids, mask), settings, **law)
 
     library, plain, drafted = decode(False, None), decode(False, PLAIN), decode(False, how)
     gaps = partings(loaded.model, mask, plain.sequences, library.sequences)

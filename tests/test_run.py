@@ -16,11 +16,12 @@ import torch
 from answers import FLAGS, SAMPLED, complete, rows, run, settled, started, wait_for_rows
 from checkpoints import save_checkpoint, shallow_demo
 from small import small_model
+from talks import alone
 
-import layerskip
 from layerskip.api.loading import encode, load
 from layerskip.cli.run import _device
 from layerskip.serving.prompt_files import open_answers
+from layerskip.serving.requests import TextRequest
 from layerskip.texts.prompts import read_prompts
 from layerskip.texts.tokens import decode_text
 
@@ -32,19 +33,9 @@ def test_answers_are_those_of_lone_prompts_and_shards_make_the_whole(given, tmp_
     assert run(given, whole, *SAMPLED).exit_code == 0
     loaded = load(shallow_demo(), device="cpu", dtype="float32")
     for number, prompt in enumerate(read_prompts(given)):
-        ids = encode(loaded.tokenizer, prompt)
-        rounds = layerskip.decode(
-            loaded.model,
-            ids,
-            max_new_tokens=8,
-            do_sample=True,
-            temperature=0.9,
-            top_k=20,
-            seeds=[5 + number],
-            enabled=False,
-            execution="fused",
-        )
-        tokens = [token for each in rounds for token in each.tokens[0]]
+        ids, law = encode(loaded.tokenizer, prompt), {"do_sample": True, "temperature": 0.9}
+        asked = TextRequest(ids[0].tolist(), 8, top_k=20, seed=5 + number, **law)
+        tokens = alone(loaded.model, asked)
         row = rows(whole)[prompt.id]
         assert row["token_ids"] == tokens
         assert row["text"] == decode_text(loaded.tokenizer, tokens)

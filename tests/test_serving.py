@@ -10,22 +10,18 @@ from pathlib import Path
 import pytest
 import torch
 from kinds import BLOCKS, weights_of
-from marks import thorough
-from models import VOCABULARY, Fickle, Growing, lively_model, near, pure
+from marks import slow, thorough
+from models import VOCABULARY, Counting, Fickle, Growing, lively_model, near, pure
 from official import assistant_of, target_of
 from small import small_model
-from talks import drain, finished, said
+from talks import alone, drain, finished, said, together
 from transformers import RepetitionPenaltyLogitsProcessor, TopKLogitsWarper
 
-import layerskip
-from layerskip import Proposal, SkipConfig, Source, State
-from layerskip.api.loading import load
+from layerskip import LogitLookup, Lookup, Proposal, SkipConfig, Source, State, decode, load
 from layerskip.backends.captured import Captured, _pass
 from layerskip.backends.fused import Fused
 from layerskip.decoding.laws import Law
 from layerskip.decoding.prefill import Prefill
-from layerskip.decoding.sources.lookup import Lookup
-from layerskip.research.logit_lookup import LogitLookup
 from layerskip.serving import scheduler
 from layerskip.serving.requests import Piece, Refusal, TextRequest
 from layerskip.serving.scheduler import Serving
@@ -36,31 +32,9 @@ CAPTURED = {"execution": "captured", "memory": 1 << 22}  # whose buffers have at
 STARTS = [[], [5, 6, 7, 8, 9], [5, 6, 7, 8, 30, 31]]
 
 
-def alone(model, task, execution="fused"):
-    """The text of a task, by plain decoding alone."""
-    rounds = layerskip.decode(
-        model,
-        torch.tensor([list(task.prompt)]),
-        max_new_tokens=task.max_new_tokens,
-        do_sample=task.do_sample,
-        temperature=task.temperature,
-        top_k=task.top_k,
-        top_p=task.top_p,
-        logits_processor=task.processors,
-        eos_token_id=sorted(task.eos or ()),
-        seeds=[task.seed],
-        enabled=False,
-        execution=execution,
-    )
-    return [token for each in rounds for token in each.tokens[0]]
-
-
 def texts_alone(model, serving, tasks):
     """Decode tasks in one batch; each must have the text that it has alone."""
-    told = [[] for _ in tasks]
-    for task, pieces in zip(tasks, told, strict=True):
-        serving.submit(task, pieces.append)
-    drain(serving)
+    told = together(serving, tasks)
     assert [*map(said, told)] == [alone(model, task) for task in tasks]
     return told
 
@@ -161,9 +135,13 @@ def model():
     return lively_model("llama", num_hidden_layers=3)
 
 
-@pytest.mark.parametrize("block", range(8))
-def test_texts_of_random_schedules_are_their_lone_texts(model, block):
-    for seed in range(5 * block, 5 * block + 5):
+BLOCKS_OF_SEEDS = [(first, first + 5) for first in range(0, 40, 5)]
+BLOCKS_OF_SEEDS += slow(*((first, first + 248) for first in range(40, 5000, 248)))
+
+
+@pytest.mark.parametrize(("first", "last"), BLOCKS_OF_SEEDS)
+def test_texts_of_random_schedules_are_their_lone_texts(model, first, last):
+    for seed in range(first, last):
         schedule(model, seed, **(CAPTURED if seed % 2 else {}))
 
 
@@ -189,13 +167,6 @@ def test_passes_of_fewer_texts_than_before_are_captured(model, monkeypatch):
     assert rows == {1, 2, 4, 8}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("block", range(20))
-def test_texts_of_many_more_random_schedules(model, block):
-    for seed in range(40 + 248 * block, 40 + 248 * block + 248):  # 5,000 with those above
-        schedule(model, seed, **(CAPTURED if seed % 2 else {}))
-
-
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_trained_modules_draft(kind, model, tmp_path):
     """They draft exactly what they draft for each text alone: no states are mixed up."""
@@ -210,7 +181,7 @@ def test_trained_modules_draft(kind, model, tmp_path):
     for number in range(7):
         prompt = begun[: draw.randint(0, 20)] + [draw.randrange(VOCABULARY) for _ in range(3)]
         new = draw.randint(5, 16)
-        rounds = [*layerskip.decode(model, torch.tensor([prompt]), max_new_tokens=new, **how)]
+        rounds = [*decode(model, torch.tensor([prompt]), max_new_tokens=new, **how)]
         drafted, accepted = (sum(getattr(r, n)[0] for r in rounds) for n in ("drafted", "accepted"))
         lone.append((number, drafted, accepted))
 
@@ -481,27 +452,6 @@ def test_a_thread_that_ends_by_an_error_says_so(model, monkeypatch):
     serving.stop()
 
 
-class Counting:
-    """A grammar of one text: each token is the last plus one, modulo 7, starting from 20."""
-
-    def __init__(self, text=()):
-        self.text = [*text]
-
-    def start(self):
-        return Counting()
-
-    def advance(self, token):
-        self.text.append(token)
-
-    def rollback(self, count):
-        del self.text[-count:]
-
-    def mask(self, scores):
-        out = torch.full_like(scores, -float("inf"))
-        out[20 + len(self.text) % 7] = 0.0
-        return out
-
-
 class Broken(Counting):
     def start(self):
         raise RuntimeError("no more")
@@ -516,9 +466,9 @@ def broken(history, scores):
 
 @pytest.mark.parametrize("processor", [broken, Broken()], ids=["function", "grammar"])
 def test_an_error_of_a_processor_ends_its_task_only(model, processor):
-    serving, told = Serving(model, controller="fixed", **SETTINGS), list[Piece]()
-    serving.submit(TextRequest([3, 4, 5], 20, processors=[processor]), told.append)
-    others = finished(serving, fine := TextRequest([3, 4, 5], 20))
+    serving, fine = Serving(model, controller="fixed", **SETTINGS), TextRequest([3, 4, 5], 20)
+    wrong = TextRequest([3, 4, 5], 20, processors=[processor])
+    told, others = together(serving, [wrong, fine])
     assert (told[-1].reason, told[-1].error) == ("error", "RuntimeError: no more")
     assert said(others) == alone(model, fine)
     assert others[-1].reason == "length"
@@ -594,23 +544,18 @@ def test_prompts_that_join_at_once_run_in_one_pass(model, spied):
 
 
 def test_of_equal_prompts_one_is_run_though_they_join_at_once(model):
-    serving = Serving(model, **SETTINGS)
-    told = []
-    for seed in range(3):
-        serving.submit(TextRequest(list(range(20, 40)), do_sample=True, seed=seed), told.append)
-    drain(serving)
-    told += finished(serving, TextRequest(list(range(20, 40)), max_new_tokens=4))
-    assert sorted(piece.counts.cached for piece in told if piece.reason) == [0, 19, 19, 19]
+    serving, same = Serving(model, **SETTINGS), list(range(20, 40))
+    tasks = [TextRequest(same, do_sample=True, seed=seed) for seed in range(3)]
+    told = [*together(serving, tasks), finished(serving, TextRequest(same, max_new_tokens=4))]
+    assert sorted(pieces[-1].counts.cached for pieces in told) == [0, 19, 19, 19]
 
 
 def test_the_cache_after_many_tasks_is_as_after_few(model):
     serving = Serving(model, max_rows=4, session_memory=0, **SETTINGS)
     used = []
     for _ in range(2):
-        for seed in range(12):
-            task = TextRequest([1, 2, seed], max_new_tokens=3, do_sample=True, seed=seed)
-            serving.submit(task, lambda piece: None)
-        drain(serving)
+        how = {"max_new_tokens": 3, "do_sample": True}
+        together(serving, [TextRequest([1, 2, seed], seed=seed, **how) for seed in range(12)])
         cache = serving._batch.passes.cache
         used.append((serving.stats.used, sum(each.nbytes for each in cache.keys.values())))
     assert used[0] == used[1]
