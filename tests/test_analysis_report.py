@@ -10,6 +10,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import run_files as made
+import training_files as trainings
 from pages import NASTY, Page, harmless, page_of
 
 from layerskip.analysis import report, write_report
@@ -238,12 +239,25 @@ BAD = {
     "bare self": (lines_of(only("plain", {"name": "self", "kind": "self"}), made.record("plain")),
                   "methods[1].controller is missing"),
 }  # fmt: skip
+TRAININGS = [
+    ({"curve": []}, "curve must"),
+    ({"drafts": {"before": trainings.draft(0.9, 0.3, 1)}}, "must have trained"),
+    ({"schema": 2}, "schema must be 1, got 2"),
+    ({"curve": [{"tokens": n, "loss": 1.0, "overlap": [0.5] * n} for n in (1, 2)]},
+     "overlaps of equally many steps, got [1, 2]"),
+    ({"recipe": {"kind": 3}}, "recipe.kind must be a string, got 3"),
+    ({"covered": 1.2}, "covered must be in 0..1, got 1.2"),
+]  # fmt: skip
+BAD |= {
+    f"training, {words}": (lines_of(trainings.training(**changes)), words)
+    for changes, words in TRAININGS
+}
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_files_are_refused_in_one_line(tmp_path, name):
     lines, message = BAD[name]
-    file = tmp_path / "run.jsonl"
+    file = tmp_path / ("train.json" if name.startswith("training") else "run.jsonl")
     file.write_text("".join(line + "\n" for line in lines))
     with pytest.raises(ValueError, match=re.escape(message)) as error:
         write_report([file], tmp_path / "report")

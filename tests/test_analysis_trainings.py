@@ -181,31 +181,6 @@ def test_trained_exits_are_drawn_before_and_after(tmp_path):
         write_report([exit_record(tmp_path, after=worse[1:])], tmp_path / "report")
 
 
-BAD = {
-    "no curve": (made.training(curve=[]), "curve must"),
-    "no trained": (made.training(drafts={"before": made.draft(0.9, 0.3, 1)}), "must have trained"),
-    "schema": (made.training(schema=2), "schema must be 1, got 2"),
-    "steps": (
-        made.training(curve=[{"tokens": 0, "loss": 1.0, "overlap": [0.5]},
-                             {"tokens": 1, "loss": 1.0, "overlap": [0.5, 0.4]}]),
-        "overlaps of equally many steps, got [1, 2]",
-    ),
-    "kind": (made.training(recipe={"kind": 3}), "recipe.kind must be a string, got 3"),
-    "share": (made.training(covered=1.2), "covered must be in 0..1, got 1.2"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_bad_trainings_are_refused_in_one_line(tmp_path, name):
-    document, message = BAD[name]
-    file = made.write(tmp_path / "train.json", document)
-    with pytest.raises(ValueError, match=re.escape(message)) as error:
-        write_report([file], tmp_path / "report")
-    assert str(file) in str(error.value)
-    assert "\n" not in str(error.value)
-    assert not (tmp_path / "report").exists()
-
-
 def test_what_is_no_file_of_a_report_is_refused_and_told(tmp_path):
     file = made.write(tmp_path / "of" / "train.json", made.training())
     assert kind_of(file) == "training"

@@ -11,8 +11,7 @@ from looped import decoded, model_of, prompts, second_of, traced
 from marks import thorough
 from models import Fickle, lively_model
 
-import layerskip
-from layerskip import Lookup, SkipConfig
+from layerskip import LayerSkipDecoding, Lookup, SkipConfig, generate
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.controllers import Fixed
 from layerskip.decoding.engine import Request
@@ -45,22 +44,6 @@ def test_a_copy_of_the_target_is_always_right(family, execution):
         assert wrong.num_accepted_tokens < wrong.num_draft_tokens
 
 
-def test_the_doors_take_a_model_or_an_opened_one():
-    model, other = model_of(), second_of()
-    ids, mask = prompts(model)
-    inputs = {"input_ids": ids, "attention_mask": mask}
-    how = {"max_new_tokens": 20, "do_sample": True, "seed": 5, "costs": COSTS}
-    plain = layerskip.generate(model, inputs, enabled=False, **how)
-    for given in (other, Sublayers(other, "modules")):
-        got = layerskip.generate(model, inputs, assistant=given, draft_vocabulary=[3, 5, 7], **how)
-        assert got.sequences.tolist() == plain.sequences.tolist()
-        assert {tokens for r in got.rounds for tokens in map(len, r.tokens)} > {1}
-    rounds = layerskip.decode(model, ids, mask, assistant=other, max_new_tokens=20, costs=COSTS)
-    assert sum(len(r.tokens[0]) for r in rounds) == 20
-    with pytest.raises(ValueError, match="give assistant= for a second model"):
-        layerskip.generate(model, inputs, assistant_model=other)
-
-
 @pytest.mark.parametrize(("ours", "theirs"), [(12, 16), *thorough((16, 12))])
 def test_heads_may_be_padded_differently(ours, theirs):
     """Tokens that one head lacks are not drafted. This costs acceptance only."""
@@ -72,12 +55,6 @@ def test_heads_may_be_padded_differently(ours, theirs):
         assert run.emitted == plain.emitted
         assert run.stats.num_draft_tokens
         assert ours < theirs or any(token >= 12 for row in run.emitted for token in row)
-
-
-def test_a_batch_that_the_assistant_cannot_hold_is_refused():
-    short = lively_model("llama", vocab_size=12, max_position_embeddings=32)
-    with pytest.raises(ValueError, match=r"the assistant cannot draft here: .* at most 32 tokens"):
-        decoded((Assistant(Sublayers(short)),), Fixed())
 
 
 # ---- Replays. ----
@@ -149,9 +126,9 @@ def test_tokenizers_that_are_given_are_compared():
     inputs = {"input_ids": ids, "attention_mask": mask}
     how = {"assistant": second_of(), "max_new_tokens": 2, "costs": COSTS}
     words = Words("a", "b", "c")
-    layerskip.generate(model, inputs, tokenizer=words, assistant_tokenizer=words, **how)
+    generate(model, inputs, tokenizer=words, assistant_tokenizer=words, **how)
     with pytest.raises(ValueError, match="needs the model's own; pass tokenizer="):
-        layerskip.generate(model, inputs, assistant_tokenizer=words, **how)
+        generate(model, inputs, assistant_tokenizer=words, **how)
 
 
 def test_models_whose_numbers_tell_of_other_vocabularies_warn():
@@ -168,16 +145,16 @@ def test_models_whose_numbers_tell_of_other_vocabularies_warn():
         warn_of_vocabularies(model, ends)
     other = second_of(vocab_size=320)
     with pytest.warns(UserWarning, match=r"would draft badly: it has 320 tokens, not 300;"):
-        layerskip.generate(
-            model, prompts(model)[0][:1], assistant=other, max_new_tokens=2, costs=COSTS
-        )
+        generate(model, prompts(model)[0][:1], assistant=other, max_new_tokens=2, costs=COSTS)
 
 
 def test_an_assistant_that_the_library_drops_is_named():
     model = model_of()
     ids, mask = prompts(model)
     how = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False}
-    decoding = layerskip.LayerSkipDecoding(EXIT, costs=COSTS)
+    decoding = LayerSkipDecoding(EXIT, costs=COSTS)
     with pytest.warns(UserWarning, match=r"give the second model to LayerSkipDecoding\(assist"):
         got = model.generate(ids, custom_generate=decoding, assistant_model=second_of(), **how)
     assert got.tolist() == model.generate(ids, **how).tolist()
+    with pytest.raises(ValueError, match="give assistant= for a second model"):
+        generate(model, ids, assistant_model=second_of(), **how)

@@ -7,14 +7,12 @@ import torch
 from guesses import NODES, Guesses, _Guesses, path_of, tree
 from models import FEW_FAMILIES, VOCABULARY, Fickle, lively_model, ragged
 
-from layerskip import Lookup
-from layerskip.api.generation import generate
+from layerskip import Lookup, Proposal, generate
 from layerskip.cache.branches import ROOT, Branches, along, depths, trunk
 from layerskip.decoding.controllers import Controller
 from layerskip.decoding.decoding_loop import trunk_first
 from layerskip.decoding.passes import Passes
 from layerskip.decoding.seats import Seat
-from layerskip.decoding.sources.base import Proposal
 from layerskip.model.sublayers import Sublayers
 
 
@@ -31,6 +29,12 @@ def chain_logits(passes, texts):
     count = len(texts[0])
     positions = [(row, offset) for row in range(len(texts)) for offset in range(count)]
     return passes.verify(torch.tensor(texts), positions).view(len(texts), count, -1)
+
+
+def behind(tokens, paths):
+    """The tokens of a path in every row, filled up to one length."""
+    texts = [[own[at] for at in path] for own, path in zip(tokens, paths, strict=True)]
+    return [text + [5] * (len(own) - len(text)) for own, text in zip(tokens, texts, strict=True)]
 
 
 @torch.no_grad()
@@ -53,21 +57,13 @@ def check(model, execution, lengths, seed, nodes=NODES):
     paths = []
     for node in range(nodes - 1, 0, -max(1, nodes // 8)):
         paths = [path_of(each, node) for each in parents]
-        texts = [
-            [own[at] for at in path] + [5] * (nodes - len(path))
-            for own, path in zip(tokens, paths, strict=True)
-        ]
-        alone = chain_logits(opened_passes(opened, lengths, nodes), texts)
+        alone = chain_logits(opened_passes(opened, lengths, nodes), behind(tokens, paths))
         for row, path in enumerate(paths):
             same(logits[row, path], alone[row, : len(path)])
     # The text continues along one path. The next pass must see it as if there were no others.
     paths = [path_of(each, draw.randrange(nodes)) for each in parents]
     other = opened_passes(opened, lengths, nodes)
-    texts = [
-        [own[at] for at in path] + [5] * (nodes - len(path))
-        for own, path in zip(tokens, paths, strict=True)
-    ]
-    chain_logits(other, texts)
+    chain_logits(other, behind(tokens, paths))
     for row, path in enumerate(paths):
         passes.commit(row, range(len(path)), path[1:])
         other.commit(row, range(len(path)))
@@ -122,8 +118,7 @@ def test_depths_and_paths():
 
 
 def texts_of(out, width):
-    rows = out.sequences[:, width:].tolist()
-    return rows
+    return out.sequences[:, width:].tolist()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -6,8 +6,7 @@ import pytest
 import torch
 from models import WINDOW, lively_model, prompt, ragged, tiny_model
 
-from layerskip import SkipConfig
-from layerskip.api.generation import generate
+from layerskip import SkipConfig, generate
 from layerskip.cache.rows import RowCache
 from layerskip.decoding.passes import Passes
 from layerskip.decoding.seats import Seat
@@ -79,31 +78,15 @@ def test_a_pass_of_a_short_row_keeps_what_long_rows_see():
         assert held.keys[layer][0, 0, last - WINDOW : last, 0].tolist() == [*range(1493, 1501)]
 
 
-def test_bytes_of_sliding_layers_are_bounded():
-    held = RowCache(1, 2100, WINDOWS, trims=True)
-    one, chunk = torch.zeros(1, 2, 1, 3), torch.zeros(1, 2, 512, 3)
-    for start in range(0, 1024, 512):  # the prefill
-        held.place([start], 512, 1023)
-        for layer in (0, 1):
-            held.update(chunk, chunk, layer)
-    for start in range(1024, 2000):
-        held.place([start], 1, start)
-        for layer in (0, 1):
-            held.update(one, one, layer)
-        assert held.keys[0].shape[2] <= 2 * (WINDOW + 32 + 256)
-    assert held.keys[1].shape[2] >= 2000
-    assert held.keys[0].nbytes + held.values[0].nbytes <= 2 * 2 * 3 * 4 * 2 * (WINDOW + 32 + 256)
-
-
 @pytest.mark.parametrize("known", [True, False], ids=["length known", "length unknown"])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_8000_tokens_take_what_the_formula_says(family, known):
-    """Keys and values in the shapes of SmolLM2 135M and Gemma 3 270M."""
-    shape = {"num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3}
+    """Keys and values of layers like those of SmolLM2 135M and Gemma 3 270M."""
+    shape = {"num_hidden_layers": 2, "num_attention_heads": 9, "num_key_value_heads": 3}
     shape |= {"head_dim": 64, "hidden_size": 36}
     if family == "gemma3":
-        kinds = [*["sliding_attention"] * 5, "full_attention"] * 3
-        shape = {"num_hidden_layers": 18, "num_attention_heads": 4, "num_key_value_heads": 1}
+        kinds = [*["sliding_attention"] * 5, "full_attention"]
+        shape = {"num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 1}
         shape |= {"head_dim": 256, "sliding_window": 512, "layer_types": kinds}
     model = tiny_model(family, dtype=torch.bfloat16, max_position_embeddings=32768, **shape)
     opened = Sublayers(model, "fused")
@@ -115,7 +98,8 @@ def test_8000_tokens_take_what_the_formula_says(family, known):
         written = torch.zeros(1, heads, count, width, dtype=torch.bfloat16)  # (B, H, T, D)
         for layer in range(opened.num_layers):
             held.update(written, written, layer)
-    full = 30 if family == "llama" else 3
+        assert family == "llama" or held.keys[0].shape[2] <= 2 * (512 + 32 + 256)
+    full = 2 if family == "llama" else 1
     sliding = opened.num_layers - full
     said = opened.cache_bytes(8000)
     assert said == 2 * 2 * heads * width * (full * 8000 + sliding * 512)
@@ -131,7 +115,7 @@ def test_texts_across_windows_are_those_of_transformers(family, execution, spied
     dtype = torch.float32 if execution == "native" else torch.float64
     model = lively_model(family, dtype=dtype)
     ids, mask = ragged((3 * WINDOW, 5, 2 * WINDOW + 3), seed=4)
-    how = {"attention_mask": mask, "max_new_tokens": 60, "do_sample": False}
+    how = {"attention_mask": mask, "max_new_tokens": 40, "do_sample": False}
     want = model.generate(ids, **how)
     skip = SkipConfig.early_exit(4)
     how |= {"skip": skip, "execution": execution, "max_draft_length": 3}

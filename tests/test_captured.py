@@ -4,17 +4,13 @@ A CPU has no graphs. What was captured runs once more there, on the buffers that
 with (conftest.py), so that a replay for other buffers gives wrong tokens here, too.
 """
 
-import gc
-from weakref import ref
-
 import pytest
 import torch
 from engines import Script, decoder, play, request
 from guesses import Guesses
 from models import FAMILIES, lively_model, prompt, ragged, tiny_model
 
-from layerskip import LayerSkipDecoding, Lookup, SkipConfig
-from layerskip.api.generation import generate
+from layerskip import LayerSkipDecoding, Lookup, SkipConfig, generate
 from layerskip.backends import captured, native_passes
 from layerskip.backends.fused import Fused
 from layerskip.bench import runner as benchmark
@@ -71,13 +67,6 @@ def test_without_a_compiler_passes_take_torchs_kernels():
         assert not captured._compiles(Kernels, torch.device("cpu"), torch.float32)
 
 
-def test_what_is_not_plain_is_refused():
-    model = tiny_model("llama")
-    model.model.layers[2].mlp.register_forward_hook(lambda module, args, out: out * 2)
-    with pytest.raises(ValueError, match="'captured' cannot serve this model: layer 2 mlp has"):
-        Sublayers(model, "captured")
-
-
 def test_no_timed_call_captures(monkeypatch):
     """A call of the benchmark that captured something is timed again."""
     spent, calls = [0.0], []
@@ -99,10 +88,10 @@ def test_greedy_is_that_of_transformers(family, captures, sizes):
     sizes(spare=8)
     model = lively_model(family)
     ids = prompt(13)
-    want = model.generate(ids, max_new_tokens=64, do_sample=False)
+    want = model.generate(ids, max_new_tokens=40, do_sample=False)
     model.generation_config.eos_token_id = eos = int(want[0, -9])
-    want = model.generate(ids, max_new_tokens=64, do_sample=False)
-    got = decode(model, ids, HOLES, max_new_tokens=64, eos_token_id=eos)
+    want = model.generate(ids, max_new_tokens=40, do_sample=False)
+    got = decode(model, ids, HOLES, max_new_tokens=40, eos_token_id=eos)
     assert torch.equal(got.sequences, want)
     assert got.stats.num_draft_tokens > got.stats.num_accepted_tokens > 0
     assert {*captures} == {1, 8}  # a draft step, and a verification pass of up to eight tokens
@@ -236,13 +225,3 @@ def test_the_host_reads_once_a_round_however_many_steps_draft(sample, spied):
         counts[execution] = len(reads), len(out.rounds)
     assert counts["captured"][0] == counts["captured"][1]
     assert counts["fused"][0] > counts["fused"][1]
-
-
-def test_a_model_is_weak():
-    model = lively_model("llama", num_hidden_layers=2)
-    decode(model, prompt(9), SkipConfig.early_exit(1))
-    gone = ref(model)
-    weight = ref(model.model.layers[0].mlp.down_proj.weight)
-    del model
-    gc.collect()
-    assert gone() is weight() is None

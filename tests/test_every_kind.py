@@ -35,8 +35,7 @@ from official import TARGETS
 from sampling import LEVEL, PROCESSORS, SKIP, accept_always, p_value, redraw_from_the_target
 from transformers import TemperatureLogitsWarper
 
-from layerskip import Lookup, SkipConfig
-from layerskip.api.generation import generate
+from layerskip import LogitLookup, Lookup, SkipConfig, generate
 from layerskip.bench.checks import check
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding import rules
@@ -48,10 +47,10 @@ from layerskip.decoding.noise import accept_uniform
 from layerskip.decoding.passes import Passes
 from layerskip.decoding.seats import Seat
 from layerskip.decoding.sources.earlier import EarlierAnswers
+from layerskip.model.sublayers import Sublayers
 from layerskip.replay.replayed_drafts import follow, replay
 from layerskip.replay.simulation import simulate
 from layerskip.replay.trace import take_trace
-from layerskip.research.logit_lookup import LogitLookup
 
 DTYPES = (torch.float32, torch.bfloat16)
 BESIDE = {
@@ -142,6 +141,26 @@ def test_captured_texts_are_those_of_plain_decoding(kind, family, folder):
     out = decoded(model, drafts, "coupled", Fickle(1), "captured", new=NEW, longest=3)
     assert out.sequences[:, max(LENGTHS) :].tolist() == wanted(family, "coupled", False)
     assert out.stats.sources[0].num_accepted_tokens
+
+
+@pytest.mark.parametrize("kind", ["assistant", *BLOCKS, *OFFICIAL[1:]])
+def test_the_doors_take_it_in_every_form(kind, folder, tmp_path):
+    """A second model, an opened one, a folder; a skip config with any passes; with few tokens."""
+    family, (ids, mask) = family_of(kind), prompts()
+    model = model_of(family)
+    draft = draft_of(kind, model, folder)
+    ways = [{"skip": draft, "execution": each} for each in ("auto", "modules")]
+    if kind not in BLOCKS:
+        second = draft.module if kind in OFFICIAL else draft.model.model
+        ways = [{"assistant": second}, {"assistant": Sublayers(second, "modules")}]
+    if kind in OFFICIAL:
+        second.save_pretrained(tmp_path)
+        ways.append({"assistant": str(tmp_path)})
+    how = {"attention_mask": mask, "max_new_tokens": NEW, "costs": COSTS, **LAWS["coupled"]}
+    for way, tokens in product(ways, (None, [3, 5, 7, 8, 9, 11, 14])):
+        out = generate(model, ids, draft_vocabulary=tokens, controller="fixed", **way, **how)
+        assert out.sequences[:, ids.shape[1] :].tolist() == wanted(family, "coupled", False)
+        assert out.stats.num_accepted_tokens > 0
 
 
 @pytest.mark.parametrize(

@@ -128,8 +128,9 @@ def test_what_is_not_plain_keeps_the_module_path(change, reason):
     assert Sublayers(model).execution == "fused"
     change(model)
     assert Sublayers(model).execution == "modules"
-    with pytest.raises(ValueError, match=reason):
-        Sublayers(model, "fused")
+    for execution in ("fused", "captured"):
+        with pytest.raises(ValueError, match=f"'{execution}' cannot serve this model: .*{reason}"):
+            Sublayers(model, execution)
 
 
 class FusedNorm(nn.Module):

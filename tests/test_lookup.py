@@ -6,21 +6,18 @@ from itertools import cycle
 
 import pytest
 import torch
-from looped import decoded, traced
+from looped import decoded
 from models import VOCABULARY, Fickle, lively_model, prompt
 from sampling import LEVEL, NEW_TOKENS, PROMPT, TEXTS, p_value, sample_texts
 
-import layerskip
-from layerskip import Lookup, SkipConfig
+from layerskip import Lookup, Proposal, SkipConfig, decode
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding import draws
 from layerskip.decoding.controllers import Controller, Fixed, Offer
 from layerskip.decoding.expected_gain import ExpectedGain
 from layerskip.decoding.noise import accept_uniform, stream_key
 from layerskip.decoding.rules import residual, without
-from layerskip.decoding.sources.base import Proposal
 from layerskip.decoding.sources.lookup import NOTHING, LookupRow
-from layerskip.replay.replayed_drafts import replay
 
 COSTS = CostTable(0.15, (1.0, 1.05, 1.1))
 EXIT, SCATTERED = SkipConfig.early_exit(4), SkipConfig(attention=(0, 3), mlp=(2, 5))
@@ -106,7 +103,7 @@ def test_another_text_ends_where_it_ends():
     assert other.find(2) == NOTHING
 
 
-# ---- Decoding. That the text is the target's is tested in `test_every_kind.py`. ----
+# ---- Decoding. Texts and replays are tested in `test_every_kind.py`. ----
 
 
 def test_sources_are_counted():
@@ -253,34 +250,11 @@ def test_peeks_at_what_decides_and_broken_rules_do_not(monkeypatch):
 
 def test_what_a_source_proposes_is_cut_or_refused():
     how = {"controller": Controller(), "lookup": False, "draft_memory": 0, "max_new_tokens": 4}
-    ask = partial(layerskip.decode, lively_model("llama"), prompt(6), **how)
+    ask = partial(decode, lively_model("llama"), prompt(6), **how)
     assert [*ask(sources=[Peeking([[5] * 99])])][1].drafted == (2,)
     for token in (-1, VOCABULARY):
         with pytest.raises(ValueError, match=rf"the source lookup must .* 0\.\.96.*\[{token}\]"):
             [*ask(sources=[Peeking([[5, token]])])]
-
-
-# ---- Replays ----
-
-
-def test_a_replay_holds_what_was_looked_up():
-    """Whatever the target says, within the longest draft."""
-    trace = traced(True, False)
-    for draft in MIXTURES["two lookups, exit, scattered"]:
-        replayed = replay(trace, draft)
-        if not isinstance(draft, Lookup):
-            assert replayed.matched is None
-            continue
-        assert replayed.source is draft
-        for text, rows in zip(trace.texts, replayed.texts, strict=True):
-            tokens = text.tokens.tolist()
-            for start in range(text.starts):
-                found = draft.row(tokens[: text.prompt + start + 1]).find(6)
-                at = rows.start + start
-                assert replayed.matched[at] == found.match
-                assert replayed.tokens[at].tolist() == found.tokens + [-1] * (6 - len(found.tokens))
-    with pytest.raises(ValueError, match=r"draft_length must be in 1\.\.6"):
-        replay(trace, Lookup(), 7)
 
 
 # ---- The choice of expected-gain ----

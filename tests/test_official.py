@@ -11,14 +11,13 @@ import transformers
 from checkpoints import save_checkpoint
 from commands import PROMPT, document, refused, run
 from covering import covering
-from kinds import COSTS, FEW, prompts
+from kinds import FEW, prompts
 from marks import thorough
 from models import VOCABULARY as WORDS
 from models import WINDOW, Fickle, lively_model
 from official import TARGETS, assistant_of, source_of, target_of
 
 import layerskip
-from layerskip import LayerSkipDecoding
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.passes import Passes
 from layerskip.decoding.seats import Seat
@@ -145,23 +144,6 @@ def test_the_prefill_of_a_target_that_shares_keys_runs_its_upper_layers_once(spi
 
 
 # ---- Entry points, costs, and what is refused ----
-
-
-def test_the_doors_take_a_model_an_opened_one_or_a_folder(tmp_path):
-    model, (ids, mask) = target_of("gemma4"), prompts()
-    built = assistant_of("gemma4", True)
-    built.save_pretrained(tmp_path)
-    inputs = {"input_ids": ids, "attention_mask": mask}
-    how = {"max_new_tokens": 20, "do_sample": True, "seed": 5, "costs": COSTS}
-    plain = layerskip.generate(model, inputs, enabled=False, **how)
-    few = [3, 5, 7, 8, 9, 11, 14]
-    ways = (built, None), (Sublayers(built, "modules"), few), (str(tmp_path), few)
-    for given, tokens in ways:
-        got = layerskip.generate(model, inputs, assistant=given, draft_vocabulary=tokens, **how)
-        assert got.sequences.tolist() == plain.sequences.tolist()
-        assert {count for r in got.rounds or () for count in map(len, r.tokens)} > {1}
-    words = LayerSkipDecoding(assistant=tmp_path).explain(model)
-    assert "drafts: the model's official assistant" in words
 
 
 @pytest.mark.parametrize("centroids", [False, True])

@@ -11,10 +11,9 @@ from models import LowRank, lively_model, near, prompt, ragged
 from torch import nn
 
 import layerskip
-from layerskip import LayerSkipDecoding, Lookup, SkipConfig
+from layerskip import DecodingOptions, LayerSkipDecoding, Lookup, SkipConfig
 from layerskip.api.drafts import automatic_draft
 from layerskip.api.plan import open_plan
-from layerskip.config.skips import DecodingOptions
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.controllers import make_controller
 from layerskip.model.opened_models import sublayers_of
@@ -274,14 +273,16 @@ def test_changed_numbers_need_no_opening_and_are_read():
     assert out.stats.acceptance_rate > 0.8
 
 
-def test_copies_can_be_released_and_live_no_longer_than_the_model():
-    model = lively_model("llama")
-    out = layerskip.generate(model, prompt(5), skip=SkipConfig.low_precision(8), **GREEDY)
+@pytest.mark.parametrize("execution", ["auto", "captured"])
+def test_copies_can_be_released_and_live_no_longer_than_the_model(execution):
+    model, how = lively_model("llama"), {"execution": execution, **GREEDY}
+    how["skip"] = SkipConfig.low_precision(8)
+    out = layerskip.generate(model, prompt(5), **how)
     held = copies_of(model).nbytes
     assert held > 0
     assert layerskip.release(model) == held
     assert copies_of(model).nbytes == 0
-    again = layerskip.generate(model, prompt(5), skip=SkipConfig.low_precision(8), **GREEDY)
+    again = layerskip.generate(model, prompt(5), **how)
     assert torch.equal(again.sequences, out.sequences)
     weight = weakref.ref(model.model.layers[0].mlp.down_proj.weight)
     copies, alive = weakref.ref(copies_of(model)), weakref.ref(model)
