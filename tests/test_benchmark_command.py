@@ -115,12 +115,12 @@ def test_a_run_whose_drafts_cost_nothing_is_resumed(model, tasks, tmp_path, monk
 
 def test_a_sweep_replays_a_grid_and_times_its_best(model, tasks, tmp_path):
     output = tmp_path / "run.jsonl"
-    flags = ("--prompts", tasks / "math.jsonl", "--sweep", "exits=2..4,lengths=1..3")
+    flags = ("--prompts", tasks / "math.jsonl", "--sweep", "exits=2..3,lengths=1..2")
     assert run(*words(model, output, *flags)).exit_code == 0
     found = read_run(output)
     (sweep,) = found.sweeps
-    assert [each["exit"] for each in sweep["exits"]] == [2, 3, 4]
-    assert sweep["draft_lengths"] == [1, 2, 3]
+    assert [each["exit"] for each in sweep["exits"]] == [2, 3]
+    assert sweep["draft_lengths"] == [1, 2]
     timed = [each for each in found.header["methods"] if each["name"].startswith("exit ")]
     assert len(timed) == 3
     predicted = {

@@ -12,8 +12,7 @@ from cost_records import cost_record
 from models import lively_model, prompt, tiny_model
 from small import small_model
 
-import layerskip
-from layerskip import LayerSkipDecoding, SkipConfig
+from layerskip import LayerSkipDecoding, SkipConfig, decode, generate
 from layerskip.api.loading import encode, load
 from layerskip.api.own_exits import agreement_of
 from layerskip.bench.methods import Task
@@ -40,7 +39,7 @@ def untimed(monkeypatch):
 def test_greedy_shares_are_those_of_the_librarys_hidden_states(untimed):
     """In a model that was trained to exit early, which shows. Without the norm they differ."""
     loaded = load("demo-llama", dtype="float64")
-    model, ids = loaded.model, [encode(loaded.tokenizer, each) for each in shipped_prompts(1)[:2]]
+    model, ids = loaded.model, [encode(loaded.tokenizer, each) for each in shipped_prompts(1)[:1]]
     drafts = check_exits(model, ids, TASK)
     norm, head = model.model.norm, model.lm_head
     counts, right, unnormed = 0, 0, 0
@@ -69,20 +68,20 @@ def test_sampled_shares_are_those_of_first_drafted_tokens(untimed):
     drafts = check_exits(model, rows, TASK)
     count = 2 * (NEW - 1)
     assert {each["positions"]["sampled"] for each in drafts} == {count}
-    accepted = dict.fromkeys(range(1, 6), 0)
+    accepted = dict.fromkeys((1, 3, 5), 0)
     for seed, ids in enumerate(rows, 3):
-        out = layerskip.generate(model, ids, enabled=False, seed=seed, max_new_tokens=NEW, **how)
+        out = generate(model, ids, enabled=False, seed=seed, max_new_tokens=NEW, **how)
         for place in range(ids.shape[1], out.sequences.shape[1] - 1):
             for layer in accepted:
                 skip = {"skip": SkipConfig.early_exit(layer), "lookup": False, "seed": seed}
                 fixed = {"controller": "fixed", "max_draft_length": 1, "max_new_tokens": 3}
                 before = out.sequences[:, :place]
-                _, first, *_ = layerskip.decode(model, before, **how, **skip, **fixed)
+                _, first, *_ = decode(model, before, **how, **skip, **fixed)
                 assert first.drafted == (1,)
                 accepted[layer] += first.accepted[0]
-    counted = [each["right"]["sampled"] * count for each in drafts]
+    counted = [each["right"]["sampled"] * count for each in drafts[::2]]
     assert counted == pytest.approx([*accepted.values()])
-    assert len({*counted}) > 2  # or any mistake could pass
+    assert len({*counted}) == 3  # or any mistake could pass
 
 
 def test_check_exits_answers_for_the_plan(untimed, monkeypatch):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from cost_records import analytic, cost_record, cost_table, prices_of, step_seconds
 from machines import MACHINES, Machine
+from marks import thorough
 from models import lively_model, prompt, pure, ragged
 from torch import Tensor
 from transformers import (
@@ -44,6 +45,10 @@ SKIPS = [
         SkipConfig(attention=(2, 3), mlp=(2, 3)),
     )
 ]
+
+
+NOISES = [*zip(MACHINES, (0.0, 0.05) * 2, strict=True)]
+CASES = [*NOISES, *thorough(*((name, 0.05 - noise) for name, noise in NOISES))]
 
 
 @pytest.fixture(autouse=True)
@@ -95,8 +100,7 @@ def long_calls(monkeypatch):
     monkeypatch.setattr(timing_tables, "_SHARE", math.inf)
 
 
-@pytest.mark.parametrize("noise", [0.0, 0.05])
-@pytest.mark.parametrize("name", MACHINES)
+@pytest.mark.parametrize(("name", "noise"), CASES)
 def test_any_number_of_rows_and_tokens_at_any_context_is_priced(name, noise):
     """Passes of one row and of four after a short context are timed, and each source's steps."""
     of = machine(name, noise)
@@ -366,8 +370,7 @@ def recorded(of, **how):
     return record
 
 
-@pytest.mark.parametrize("noise", [0.0, 0.05])
-@pytest.mark.parametrize("name", MACHINES)
+@pytest.mark.parametrize(("name", "noise"), CASES)
 def test_one_record_prices_every_skip_config(name, noise):
     of = machine(name, noise)
     record = recorded(of)
