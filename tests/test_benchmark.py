@@ -10,14 +10,13 @@ import torch
 from models import lively_model, prompt, ragged
 
 import layerskip
-from layerskip import LogitLookup
+from layerskip import LogitLookup, SkipConfig
 from layerskip.bench.bandwidth import Sweeps
 from layerskip.bench.batches import Encoded, PromptBatch, make_batches
 from layerskip.bench.comparison import Judge
 from layerskip.bench.methods import Decoded, Engine, Peer, Task
 from layerskip.bench.runner import benchmark, interleaved, loops, repeated_share
 from layerskip.bench.suite import price
-from layerskip.config.skips import SkipConfig
 from layerskip.costs.speculation import CostTable
 from layerskip.files.records import RunWriter, costs_key, key_of, read_run
 

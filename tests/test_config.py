@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerskip import LayerSkipDecoding
-from layerskip.config.skips import DecodingOptions, LowPrecision, SkipConfig, Trained
+from layerskip import DecodingOptions, LayerSkipDecoding, LowPrecision, SkipConfig, Trained
 from layerskip.decoding.sources.sublayer_draft import key_of
 
 TRAINED = Trained(

@@ -12,10 +12,7 @@ from commands import PROMPT, refused, run, warned
 from models import VOCABULARY, lively_model, prompt
 from talks import finished, said
 
-import layerskip
-from layerskip import Session, SkipConfig
-from layerskip.api.generation import LayerSkipDecoding
-from layerskip.config.skips import DecodingOptions
+from layerskip import DecodingOptions, LayerSkipDecoding, Session, SkipConfig, generate
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.sources.earlier import AnswerIndex, EarlierAnswers
 from layerskip.decoding.sources.lookup import Automaton, Cursor
@@ -87,7 +84,7 @@ def test_a_session_drafts_from_its_earlier_answers(model, sampled):
     session = Session(model, remember="memory")
     ids = prompt(30)
     outs = [session.generate(ids, **how) for _ in range(2)]
-    alone = layerskip.generate(model, ids, **how)
+    alone = generate(model, ids, **how)
     assert [out.sequences.tolist() for out in outs] == [alone.sequences.tolist()] * 2
     assert earlier_of(outs[0]).num_accepted_tokens < 3
     assert earlier_of(outs[1]).num_accepted_tokens > NEW / 2
@@ -130,7 +127,7 @@ def test_2000_unlike_answers_cost_next_to_nothing(model):
     for number in range(10):
         ids = torch.tensor([drawn.choices(range(2, VOCABULARY), k=20)])  # (1, T)
         how = {**ONLY, "sources": [source], "costs": STEEP, "seed": number}
-        out = layerskip.generate(model, ids, **how, max_new_tokens=NEW, do_sample=True, top_k=0)
+        out = generate(model, ids, **how, max_new_tokens=NEW, do_sample=True, top_k=0)
         drafted = [round_.drafted[0] for round_ in out.rounds[1:]]
         cost += sum(STEEP.round_cost(each) for each in drafted)
         tokens += out.stats.num_new_tokens - 1

@@ -9,17 +9,14 @@ import torch
 from commands import refused, run
 from gguf_files import LARGE_GEMMA_4, YARN, write
 
-import layerskip
-from layerskip import LayerSkipDecoding, SkipConfig
+from layerskip import LayerSkipDecoding, SkipConfig, fingerprint, generate, load
 from layerskip.api.arguments import end_tokens
-from layerskip.api.loading import load
 from layerskip.api.plan import open_plan
 from layerskip.api.settings import Settings
 from layerskip.bench import checks, suite
 from layerskip.files.gguf_contents import read_gguf
 from layerskip.model.opened_models import runs_natively
 from layerskip.serving.openai_api import Served
-from layerskip.weights.fingerprint import fingerprint
 from layerskip.weights.formats.gguf_architectures import ARCHITECTURES
 from layerskip.weights.stored import Stored, stored_weights
 
@@ -81,16 +78,14 @@ def test_sampled_texts_are_those_of_plain_decoding(file):
     model = load(str(file), dtype="bfloat16").model
     ids = torch.arange(30, 40)[None]
     how = {"max_new_tokens": 24, "do_sample": True, "seed": 3}
-    plain = layerskip.generate(model, ids, enabled=False, **how)
+    plain = generate(model, ids, enabled=False, **how)
     for settings in DRAFTS.values():
-        assert torch.equal(
-            layerskip.generate(model, ids, **settings, **how).sequences, plain.sequences
-        )
+        assert torch.equal(generate(model, ids, **settings, **how).sequences, plain.sequences)
 
 
 @native
 def test_it_is_told_how_weights_are_stored_and_what_they_take(file):
-    loaded = layerskip.load(str(file))
+    loaded = load(str(file))
     stored = stored_weights(loaded.model)
     matrices = [e for e in read_gguf(file).tensors.values() if len(e.shape) == 2]
     assert sum(each.bytes.nbytes for each in stored) == sum(each.nbytes for each in matrices)
@@ -101,9 +96,7 @@ def test_it_is_told_how_weights_are_stored_and_what_they_take(file):
     assert "8 bits: its weights already take so few bits that 8 save too little" in words
     assert fingerprint(loaded.model) == fingerprint(load(str(file), packed=False).model)
     with pytest.raises(ValueError, match="load it with packed=False, or use execution='auto'"):
-        layerskip.generate(
-            loaded.model, torch.ones(1, 3, dtype=int), max_new_tokens=2, execution="fused"
-        )
+        generate(loaded.model, torch.ones(1, 3, dtype=int), max_new_tokens=2, execution="fused")
 
 
 @native

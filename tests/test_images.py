@@ -10,9 +10,7 @@ from models import VOCABULARY, Erratic, lively_model, near, prompt
 from official import assistant_of
 from pictured import COSTS, KINDS, LARGE, NEW_TOKENS, PLACEHOLDER, TWO_WAY, conditional, inputs_of
 
-import layerskip
-from layerskip import LayerSkipDecoding, SkipConfig
-from layerskip.api.loading import load
+from layerskip import LayerSkipDecoding, SkipConfig, generate, load
 from layerskip.model.sublayers import Sublayers
 
 
@@ -67,7 +65,7 @@ def test_a_picture_alone_and_at_the_end_of_a_prompt(kind):
     tokens = 10 if kind == "llava next" else 4
     for lengths, place in (((16,), 4), ((tokens,), 0), ((18,), 18 - tokens)):
         inputs = inputs_of(model, kind, lengths, ((place,),))
-        got = layerskip.generate(
+        got = generate(
             model, inputs, skip=DRAFTS["exit"][0], costs=COSTS, max_new_tokens=NEW_TOKENS
         )
         assert got.sequences.tolist() == run(model, inputs).sequences.tolist()
@@ -251,7 +249,7 @@ def test_checkpoints_load_by_name(kind, tmp_path):
     assert type(loaded.model) is type(model)
     inputs = inputs_of(loaded.model, kind)
     want = run(loaded.model, inputs)
-    got = layerskip.generate(
+    got = generate(
         loaded.model, inputs, skip=DRAFTS["exit"][0], costs=COSTS, max_new_tokens=NEW_TOKENS
     )
     assert got.sequences.tolist() == want.sequences.tolist()

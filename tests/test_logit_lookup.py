@@ -17,8 +17,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from layerskip import LogitLookup, Session
-from layerskip.api.generation import generate
+from layerskip import LogitLookup, Session, generate
 from layerskip.decoding.draws import Draws
 from layerskip.decoding.laws import Law
 from layerskip.decoding.rules import COUPLED, REJECTION

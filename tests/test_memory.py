@@ -11,8 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM, TemperatureLogitsWarper, TopPLogitsWarper
 
-import layerskip
-from layerskip import SkipConfig
+from layerskip import SkipConfig, generate
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.controllers import SIGNALS
 from layerskip.decoding.draws import Draws
@@ -91,7 +90,7 @@ def overhead(model, rows, **settings):
     """Peak bytes beyond the model and a cache of just the texts, relative to these."""
     held = Held(model)
     with held:
-        layerskip.generate(
+        generate(
             model,
             prompt(PROMPT, rows=rows),
             skip=SkipConfig.early_exit(4),
@@ -130,7 +129,7 @@ def test_a_prompt_in_one_piece_would_be_seen(model, sizes):
 
 def test_nothing_is_held_afterwards(model):
     def call():
-        layerskip.generate(
+        generate(
             model,
             prompt(9),
             skip=SkipConfig.early_exit(4),

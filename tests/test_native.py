@@ -31,9 +31,8 @@ from ties import partings
 from torch.utils import cpp_extension
 from transformers import TopPLogitsWarper
 
-from layerskip import SkipConfig
+from layerskip import SkipConfig, generate
 from layerskip.api.arguments import law_of
-from layerskip.api.generation import generate
 from layerskip.backends import native_passes
 from layerskip.backends.base import Variant
 from layerskip.backends.native_passes import Native

@@ -11,8 +11,7 @@ import torch
 from marks import slow
 from models import EVERY, MODULES_ONLY, VOCABULARY, Erratic, Fickle, lively_model, ragged
 
-from layerskip import SkipConfig
-from layerskip.api.generation import generate
+from layerskip import SkipConfig, generate
 from layerskip.api.settings import LONGEST_DRAFT
 from layerskip.decoding.passes import Passes
 from layerskip.decoding.seats import Seat

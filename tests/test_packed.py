@@ -11,13 +11,10 @@ from packed_files import CONFIGS, GPTQ, compressed, matrix, write
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-import layerskip
-from layerskip import SkipConfig
-from layerskip.api.loading import load
+from layerskip import SkipConfig, fingerprint, generate, load
 from layerskip.api.plan import open_plan
 from layerskip.api.settings import Settings
 from layerskip.model.opened_models import sublayers_of
-from layerskip.weights.fingerprint import fingerprint
 from layerskip.weights.formats.codes import Codes
 from layerskip.weights.formats.folders import ignored_rounding, reader
 from layerskip.weights.formats.tensors import Tensors
@@ -30,7 +27,7 @@ LINEARS = 2 * 7  # of a model with two layers
 
 def text(model, ids, **settings):
     how = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": None}
-    return layerskip.generate(model, ids, **how, **settings).sequences
+    return generate(model, ids, **how, **settings).sequences
 
 
 @native
@@ -95,9 +92,9 @@ def test_sampled_texts_are_those_of_plain_decoding_in_every_dtype(tmp_path):
         assert loaded.model.dtype == dtype
         plain = [w for w in loaded.model.parameters() if getattr(w, "format", "BF16") == "BF16"]
         assert not any(getattr(w, "bytes", w).data_ptr() % 64 for w in plain)
-        plain = layerskip.generate(loaded.model, ids, enabled=False, **how).sequences
+        plain = generate(loaded.model, ids, enabled=False, **how).sequences
         for settings in ({}, {"skip": SkipConfig.low_precision(8)}):
-            ours = layerskip.generate(loaded.model, ids, **settings, **how).sequences
+            ours = generate(loaded.model, ids, **settings, **how).sequences
             assert torch.equal(ours, plain)
         logits = []
         for model in (loaded.model, unpacked_model(loaded.model)):
@@ -113,7 +110,7 @@ def test_sampled_texts_are_those_of_plain_decoding_in_every_dtype(tmp_path):
 @native
 def test_it_is_told_how_weights_are_stored_and_what_they_take(tmp_path):
     write(tmp_path, "pack 4 zeros", num_hidden_layers=2)
-    loaded = layerskip.load(str(tmp_path))
+    loaded = load(str(tmp_path))
     assert loaded.model.dtype == torch.bfloat16
     assert "weights as they are stored: 4-bit groups 0 MB" in loaded.describe()
     words = open_plan(loaded.model, Settings()).explain()

@@ -24,9 +24,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from layerskip import SkipConfig
-from layerskip.api.loading import load
-from layerskip.api.session import Session
+from layerskip import Session, SkipConfig, load
 from layerskip.decoding import places
 from layerskip.serving import scheduler
 from layerskip.serving.fields import ChatRequest

@@ -4,8 +4,7 @@ import pytest
 import torch
 from models import lively_model, prompt, ragged
 
-from layerskip import LogitLookup, Lookup, SkipConfig
-from layerskip.api.generation import generate
+from layerskip import LogitLookup, Lookup, SkipConfig, generate
 
 END = 1
 BRANCHES = ([20, 21, 22, 23, 24, 25, END], [20, 21, 30, 31, 32, END], [40, 41, 42, END])

@@ -17,8 +17,7 @@ from kinds import BLOCKS, Keeping, skip_of
 from marks import slow
 from models import EVERY, NEWER, All, Erratic, Fickle, Growing, near, ragged, windowed
 
-from layerskip import LogitLookup, Lookup, SkipConfig
-from layerskip.api.generation import generate
+from layerskip import LogitLookup, Lookup, SkipConfig, generate
 from layerskip.config.registry import CONTROLLERS
 from layerskip.costs.speculation import CostTable
 from layerskip.research.logit_lookup import LogitTable

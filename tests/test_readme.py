@@ -13,10 +13,8 @@ import way_in
 from models import lively_model, prompt
 from way_in import program
 
-import layerskip
-from layerskip import SkipConfig
+from layerskip import SkipConfig, load, shipped
 from layerskip.analysis.runs import load_runs
-from layerskip.api.loading import load
 from layerskip.search import SearchResult, search
 
 ROOT = Path(__file__).parent.parent
@@ -27,7 +25,7 @@ def test_the_program_runs(monkeypatch, capsys, tmp_path):
     """With a shipped model instead of one from the Hub."""
     monkeypatch.chdir(tmp_path)  # as with an installed wheel, outside a checkout
     code = program(way_in.README, way_in.MODEL)
-    exec(code.replace(way_in.MODEL, str(layerskip.shipped("demo-llama"))), {})
+    exec(code.replace(way_in.MODEL, str(shipped("demo-llama"))), {})
     printed = capsys.readouterr().out
     assert "drafts: " in printed
     assert re.search(r"^[01]\.\d+ [1-9]\d*\.\d+$", printed, re.MULTILINE)  # the two rates

@@ -9,9 +9,7 @@ from models import Erratic, prompt, ragged
 from small import EIGHT, NEW_TOKENS, alone, decoded, every_draft, new_tokens, small_model
 from talks import finished, said
 
-import layerskip
-from layerskip import LowPrecision, SkipConfig
-from layerskip.api.session import Session
+from layerskip import LayerSkipDecoding, Lookup, LowPrecision, Session, SkipConfig, generate
 from layerskip.decoding.sources.assistant import state_bytes
 from layerskip.model.opened_models import opened_of, sublayers_of
 from layerskip.serving.requests import TextRequest
@@ -25,7 +23,7 @@ def test_long_prompts_and_many_rejected_drafts(kind):
     ids = prompt(600)
     want = model.generate(ids, max_new_tokens=60, do_sample=False)
     how = {"max_new_tokens": 60, **_wrong(kind, max_position_embeddings=2048)}
-    out = layerskip.generate(model, ids, **how)
+    out = generate(model, ids, **how)
     assert out.sequences.tolist() == want.tolist()
     wrong = out.stats.num_draft_tokens - out.stats.num_accepted_tokens
     assert wrong > 20 or kind == "mamba"  # whose text repeats here, so that lookups are right
@@ -74,7 +72,7 @@ def _wrong(kind, **shape):
     """Settings by which drafts are hardly ever right; models of some types all write alike."""
     how = {"controller": "fixed", "max_draft_length": 5}
     if kind in ("falcon_h1", "mamba"):
-        return {"lookup": layerskip.Lookup([[*range(2, 97)] * 2]), **how}
+        return {"lookup": Lookup([[*range(2, 97)] * 2]), **how}
     return {"assistant": small_model(kind, seed=1, **shape), "lookup": False, **how}
 
 
@@ -122,7 +120,7 @@ def test_opened_hybrids_draft_with_any_sublayers(execution, draft):
     assert sublayers_of(model, execution).execution == execution
     how = {"lookup": False, "controller": Erratic(3), "max_draft_length": 4, "execution": execution}
     why = "library computes recurrent" if execution == "native" else "passes are not native"
-    assert why in layerskip.LayerSkipDecoding(execution=execution, lookup=False).explain(model)
+    assert why in LayerSkipDecoding(execution=execution, lookup=False).explain(model)
     out = decoded(model, (ids, mask), **how, **OPENED[draft])
     assert new_tokens(out) == want
     assert out.stats.num_accepted_tokens < out.stats.num_draft_tokens

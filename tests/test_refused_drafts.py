@@ -14,9 +14,7 @@ from kinds import skip_of
 from models import tiny_model
 from safetensors.torch import save
 
-import layerskip
-from layerskip import SkipConfig
-from layerskip.api.loading import load
+from layerskip import SkipConfig, generate, load
 from layerskip.model.trained_weights import save_trained
 from layerskip.training import data, features, judging, stages
 
@@ -77,11 +75,11 @@ def test_weights_of_another_base(checkpoint, prompts, tmp_path):
         for command in commands(checkpoint, prompts, skip)[:: 1 if kind == "heads" else 4]:
             assert "belongs to a model with other weights (weights-" in refused(*command)
         model, how = load(str(other)).model, {"skip": skip, "max_new_tokens": 4}
-        layerskip.generate(model, torch.tensor([[5, 9, 4]]), **how)
+        generate(model, torch.tensor([[5, 9, 4]]), **how)
         with torch.no_grad():
             model.model.norm.weight.mul_(1.5)
         with pytest.raises(ValueError, match="belongs to a model with other weights"):
-            layerskip.generate(model, torch.tensor([[5, 9, 4]]), **how)
+            generate(model, torch.tensor([[5, 9, 4]]), **how)
     assert not (tmp_path / "output").exists()
 
 

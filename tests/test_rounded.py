@@ -10,8 +10,7 @@ from models import FAMILIES, NEWER, VOCABULARY, WINDOW, LowRank, lively_model, p
 from models import tiny_model as tiny
 from torch import nn
 
-from layerskip import LowPrecision, SkipConfig
-from layerskip.api.generation import generate
+from layerskip import LowPrecision, SkipConfig, generate
 from layerskip.model.sublayers import Sublayers
 from layerskip.native import extension
 from layerskip.weights.rounded import copies_of, rounded, rounded_bytes

@@ -10,8 +10,7 @@ from marks import thorough
 from models import Growing, lively_model, ragged, seated
 from transformers import TemperatureLogitsWarper
 
-from layerskip import SkipConfig
-from layerskip.api.generation import generate
+from layerskip import SkipConfig, generate
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding import live_target
 from layerskip.decoding.controllers import Offer, make_controller

@@ -17,8 +17,7 @@ from servers import running
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, RepetitionPenaltyLogitsProcessor
 
-from layerskip.api.generation import decode
-from layerskip.api.loading import load
+from layerskip import decode, load
 from layerskip.cli import main
 from layerskip.serving import connections, fields, http
 from layerskip.serving.fields import ChatRequest, CompletionRequest

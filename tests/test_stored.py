@@ -13,11 +13,9 @@ from gguf_files import FORMATS, numbers, raw, write
 from models import tiny_model
 from torch import nn
 
-from layerskip import SkipConfig
-from layerskip.api.generation import generate
+from layerskip import SkipConfig, fingerprint, generate
 from layerskip.model.opened_models import sublayers_of
 from layerskip.native import extension
-from layerskip.weights.fingerprint import fingerprint
 from layerskip.weights.formats.gguf import gguf_model
 from layerskip.weights.stored import Stored, store_halves, unpacked_model
 

@@ -10,13 +10,11 @@ from models import lively_model, prompt, tiny_model
 from torch.overrides import TorchFunctionMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import layerskip
-from layerskip import SkipConfig, fingerprint
+from layerskip import SkipConfig, UnsupportedModelError, fingerprint, generate
 from layerskip.backends import native_passes
 from layerskip.costs.speculation import CostTable
 from layerskip.families.family import Family
 from layerskip.families.known import FAMILIES
-from layerskip.families.wrappers import UnsupportedModelError
 from layerskip.model.opened_model import Pass
 from layerskip.model.opened_models import open_model
 from layerskip.model.sublayers import Sublayers
@@ -108,13 +106,13 @@ def test_logits_come_back_to_where_tokens_come_in(place):
 @pytest.mark.parametrize("own", [True, False])
 def test_the_hash_decides_whether_a_skip_config_is_foreign(own):
     model = tiny_model("llama")
-    layerskip.generate(model, prompt(5), skip=SkipConfig(model_hash="x"), max_new_tokens=4)
+    generate(model, prompt(5), skip=SkipConfig(model_hash="x"), max_new_tokens=4)
     model.load_state_dict(tiny_model("llama", seed=1).state_dict())  # in place
     model_hash = fingerprint(model) if own else "weights-0123456789abcdef"
     skip = SkipConfig(attention=(3,), model="some/name", model_hash=model_hash)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        layerskip.generate(model, prompt(5), skip=skip, costs=COSTS, max_new_tokens=4)
+        generate(model, prompt(5), skip=skip, costs=COSTS, max_new_tokens=4)
     assert [str(w.message).startswith("this skip config") for w in caught] == [True] * (not own)
 
 
@@ -180,7 +178,7 @@ def test_a_family_like_llamas_is_added_by_one_line(monkeypatch):
     assert open_model(model).execution == "fused"
     ids = prompt(9)
     how = {"max_new_tokens": 12, "do_sample": False}
-    drafted = layerskip.generate(model, ids, skip=SkipConfig.early_exit(4), costs=COSTS, **how)
+    drafted = generate(model, ids, skip=SkipConfig.early_exit(4), costs=COSTS, **how)
     assert drafted.sequences.tolist() == model.generate(ids, **how).tolist()
     assert drafted.stats.num_draft_tokens > 0
 
@@ -225,7 +223,7 @@ def test_numbers_and_buffers_that_are_edited_between_calls_count(family, change)
     ways = [{"enabled": False}, {"skip": SkipConfig.early_exit(4)}]
 
     def texts(model):
-        return [layerskip.generate(model, ids, **how, **way).sequences.tolist() for way in ways]
+        return [generate(model, ids, **how, **way).sequences.tolist() for way in ways]
 
     before = texts(model)
     change(model.model)

@@ -18,8 +18,7 @@ from models import assistant_config, lively_model, tiny_model
 from official import build_assistant
 from safetensors.torch import load_file
 
-from layerskip import SkipConfig
-from layerskip.api.generation import generate
+from layerskip import SkipConfig, generate
 from layerskip.config.registry import named
 from layerskip.costs.speculation import CostTable
 from layerskip.model.assistants import load_assistant

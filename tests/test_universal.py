@@ -7,8 +7,7 @@ from marks import thorough
 from models import Erratic, lively_model, ragged
 from small import small_model
 
-import layerskip
-from layerskip import UniversalAssistant
+from layerskip import UniversalAssistant, generate
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.controllers import Fixed
 from layerskip.texts.retokenized import Retokenized, Spelling
@@ -28,9 +27,9 @@ def test_the_same_weights_behind_another_vocabulary_are_always_right(sample):
     ids, mask = ragged((9, 4), seed=2)
     how = HOW | {"attention_mask": mask, "do_sample": sample, "seed": 1 if sample else None}
     how |= {"max_new_tokens": 90}  # the first tokens are no longer encoded again
-    plain = layerskip.generate(model, ids, enabled=False, **how)
+    plain = generate(model, ids, enabled=False, **how)
     given = {"assistant": other, "tokenizer": both[0], "assistant_tokenizer": both[1]}
-    out = layerskip.generate(model, ids, controller=Fixed(4), **given, **how)
+    out = generate(model, ids, controller=Fixed(4), **given, **how)
     assert torch.equal(out.sequences, plain.sequences)
     assert out.stats.num_accepted_tokens == out.stats.num_draft_tokens > 100
 
@@ -51,10 +50,10 @@ def test_words_of_either_leave_the_text(ours, theirs, rule):
     drafting = {"assistant": second, "controller": Erratic(3), "max_draft_length": 5}
     if rule == "rejection":
         how |= {"acceptance": rule}
-        again = layerskip.generate(model, ids, **drafting | {"controller": Erratic(3)}, **how)
+        again = generate(model, ids, **drafting | {"controller": Erratic(3)}, **how)
     else:
-        again = layerskip.generate(model, ids, enabled=False, **how)
-    out = layerskip.generate(model, ids, **drafting, **how)
+        again = generate(model, ids, enabled=False, **how)
+    out = generate(model, ids, **drafting, **how)
     assert torch.equal(out.sequences, again.sequences)
     assert out.stats.num_draft_tokens > 30
     if rule == "greedy":
@@ -69,9 +68,9 @@ def test_texts_longer_than_the_second_model_takes_go_on_without_it():
     other, *both = shuffled(lively_model("llama", max_position_embeddings=32))
     ids, mask = ragged((3, 40, 20), seed=2)
     how = HOW | {"attention_mask": mask}
-    plain = layerskip.generate(model, ids, enabled=False, **how)
+    plain = generate(model, ids, enabled=False, **how)
     how |= {"assistant": UniversalAssistant(other, *both), "controller": Fixed(4)}
-    out = layerskip.generate(model, ids, **how)
+    out = generate(model, ids, **how)
     assert torch.equal(out.sequences, plain.sequences)
     drafted = [sum(each.drafted[row] for each in out.rounds[1:]) for row in range(3)]
     assert 0 == drafted[1] < drafted[2] < drafted[0] < 40
@@ -110,7 +109,7 @@ def test_what_cannot_draft_so_is_refused(words):
     how = HOW | ({} if "recurrent" in words else {"draft_vocabulary": [3, 4]})
     second, named = UniversalAssistant(other, *shuffled(model)[1:]), ["running-ahead"]
     with pytest.raises(ValueError, match=words):
-        layerskip.generate(model, torch.tensor([[5, 6]]), assistant=second, **how)
+        generate(model, torch.tensor([[5, 6]]), assistant=second, **how)
     second = UniversalAssistant(*shuffled(model))
     with pytest.raises(ValueError, match="with the same tokenizer"):
-        layerskip.generate(model, torch.tensor([[5]]), assistant=second, sources=named, **HOW)
+        generate(model, torch.tensor([[5]]), assistant=second, sources=named, **HOW)

@@ -23,10 +23,9 @@ from torch import nn
 from transformers import SuppressTokensLogitsProcessor
 
 import layerskip
-from layerskip import LayerSkipDecoding, SkipConfig
+from layerskip import DecodingOptions, LayerSkipDecoding, LowPrecision, SkipConfig
 from layerskip.bench.checks import check, state_of
 from layerskip.bench.methods import Engine, Task
-from layerskip.config.skips import DecodingOptions, LowPrecision
 from layerskip.costs.speculation import CostTable
 from layerskip.model.sublayers import Sublayers
 from layerskip.texts.vocabulary import ranked

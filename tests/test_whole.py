@@ -24,10 +24,8 @@ from small import (
 from transformers import AutoConfig
 
 import layerskip
-from layerskip import LayerSkipDecoding, SkipConfig
+from layerskip import LayerSkipDecoding, LowPrecision, SkipConfig, UnsupportedModelError
 from layerskip.cache.recurrent import SERVED
-from layerskip.config.skips import LowPrecision
-from layerskip.families.wrappers import UnsupportedModelError
 from layerskip.model.opened_models import open_model, sublayers_of
 from layerskip.model.sublayers import Sublayers
 from layerskip.model.whole import Whole, support
