@@ -21,6 +21,7 @@ from models import (
     SKIPS,
     WINDOW,
     Erratic,
+    generated,
     lively_model,
     prompt,
     ragged,
@@ -76,15 +77,9 @@ def reference(family, rows, lengths):
 
 
 def decode(family, ids, mask, *, sample, max_new_tokens=NEW_TOKENS, **settings):
-    out = model_of(family).generate(
-        ids,
-        attention_mask=mask,
-        custom_generate=LayerSkipDecoding(costs=COSTS, **settings),
-        max_new_tokens=max_new_tokens,
-        do_sample=sample,
-        **({"temperature": 0.8, "top_k": 20} if sample else {}),
-        return_dict_in_generate=True,
-    )
+    law = {"do_sample": sample, **({"temperature": 0.8, "top_k": 20} if sample else {})}
+    how = {"max_new_tokens": max_new_tokens, **law}
+    out = generated(model_of(family), (ids, mask), {"costs": COSTS, **settings}, **how)
     return out.sequences[:, ids.shape[1] :].tolist(), out.stats
 
 
@@ -195,22 +190,15 @@ def test_shipped_models_on_held_out_prompts(name, count, new_tokens):
     ties = drafted = accepted = 0
 
     def run(rows, sample, settings):
-        return model.generate(
-            ids[rows],
-            attention_mask=mask[rows],
-            max_new_tokens=new_tokens,
-            eos_token_id=None,
-            pad_token_id=0,
-            do_sample=sample,
-            **({"temperature": TEMPERATURE, "top_k": 0} if sample else {}),
-            **({"custom_generate": LayerSkipDecoding(**settings)} if settings else {}),
-            return_dict_in_generate=True,
-        )
+        law = {"temperature": TEMPERATURE, "top_k": 0} if sample else {}
+        law |= {"do_sample": sample, "max_new_tokens": new_tokens}
+        law |= {"eos_token_id": None, "pad_token_id": 0}
+        return generated(model, (ids[rows], mask[rows]), settings, **law)
 
     for start in range(0, count, 25):
         rows = slice(start, start + 25)
         i, m = ids[rows], mask[rows]
-        want, got = run(rows, False, {}), run(rows, False, how)
+        want, got = run(rows, False, None), run(rows, False, how)
         sampled = run(rows, True, how | {"seed": 4})
         plain = run(rows, True, {"enabled": False, "seed": 4})
         for out in (got, sampled):
