@@ -74,8 +74,7 @@ class Rounded:
     def widened(self, dtype: torch.dtype) -> Tensor:
         data, scales = self.data, self.scales
         if scales is None:
-            rows = extension().restored(data, *self.shape, f"R{self.bits}")
-            data, scales = _apart(rows, self.bits)
+            data, scales = _apart(data, *self.shape, self.bits)
         return _widened(data, scales, self.bits, self.shape[1], dtype)  # (R, C)
 
     def linear(self, bias: Tensor | None) -> Function:
@@ -152,13 +151,21 @@ def _together(data: Tensor, scales: Tensor, bits: int) -> Tensor:
     return torch.cat((by, data.unflatten(1, (-1, GROUP // 2))), -1).flatten(1)
 
 
-def _apart(rows: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """The numbers and scales of such rows."""
+def _apart(panels: Tensor, rows: int, columns: int, bits: int) -> tuple[Tensor, Tensor]:
+    """The numbers and scales of panels, as in `Rounded` (see `codes.h`)."""
+    panels = panels.view(-(-rows // ROWS), -1)  # (P, bytes)
+    groups = -(-columns // GROUP)
+    scales = panels[:, : 2 * ROWS * (1 if bits == 8 else groups)].contiguous()
+    scales = scales.view(torch.bfloat16).view(len(panels), -1, ROWS)  # (P, 1 or G, 16)
+    lines = panels.view(torch.int32)[:, -groups * bits * ROWS :].unflatten(1, (-1, bits, ROWS))
+    data = lines.permute(0, 3, 1, 2).contiguous().view(torch.uint8)  # (P, 16, G, 4 * bits)
     if bits == 8:
-        return rows[:, :-2], rows[:, -2:].contiguous().view(torch.bfloat16)
-    units = rows.unflatten(1, (-1, 2 + GROUP // 2))  # (R, G, 18)
-    scales = units[..., :2].contiguous().view(torch.bfloat16)  # (R, G, 1)
-    return units[..., 2:].flatten(1), scales.flatten(1)
+        data = data ^ 128
+    else:  # two lines of 4 columns share bytes
+        pairs = data.unflatten(-1, (4, 4))
+        data = torch.stack((pairs & 15, pairs >> 4), -2).flatten(-3)  # (P, 16, G, 32)
+        data = data[..., :16] | data[..., 16:] << 4
+    return data.flatten(2).flatten(0, 1)[:rows], scales.transpose(1, 2).flatten(0, 1)[:rows]
 
 
 def _numbers(exact: Tensor, scales: Tensor, low: int, high: int) -> Tensor:

@@ -108,12 +108,6 @@ struct InLines {
     }
     for (int n = 0; n < BITS; ++n) std::memcpy(to + 4 * ROWS * n, &lines[n], 4);
   }
-  // The reverse, for codes of 4 or 8 bits.
-  static void get(const uint8_t* from, uint8_t* codes) {
-    for (int i = 0; i < UNIT; ++i)
-      codes[i] = BITS == 8 ? from[4 * ROWS * (i / 4) + i % 4]
-                           : from[4 * ROWS * (i / 8) + i % 4] >> i / 4 % 2 * 4 & 15;
-  }
 };
 
 // The factors and scales of blocks: FACTORS numbers of type T, and SCALES bytes for each unit.
@@ -221,15 +215,11 @@ struct Q6_K : InLines<6>, Head<Half, 1, 2, 16>, Blocks<210, 256> {
 // The copies of `rounded.py`: in 4 bits with a scale for each unit, in 8 bits for each row.
 struct R4 : Simple<4, 8, BFloat16> {
   static constexpr bool ROUGH = true;
-  static void encode(const uint8_t* codes, uint8_t* block) {
-    for (int i = 0; i < 16; ++i) block[2 + i] = static_cast<uint8_t>(codes[i] | codes[i + 16] << 4);
-  }
 };
 struct R8 : InLines<8>, Head<BFloat16, 1>, Blocks<UNIT, UNIT> {
   static constexpr int ZERO = 128;
   static constexpr bool ROUGH = true, GROUPS = true;  // a row is a group
   static void codes(const uint8_t* unit, int64_t, uint8_t* out) { flip_signs(unit, out); }
-  static void encode(const uint8_t* codes, uint8_t* unit) { flip_signs(codes, unit); }
   static void pair(const uint8_t* head, int64_t, int64_t, int64_t lane, Vec& by, Vec&) {
     by = factor(head, 0, lane);
   }

@@ -83,36 +83,21 @@ inline int64_t bytes_of(const panels::Layout& layout, int64_t rows) {
   return layout.format->panel ? panels_of(rows) * layout.panel_bytes : rows * layout.row_bytes;
 }
 
-// Copies rows of a file to panels, or back, from several threads.
-void copy(const Tensor& rows, const Tensor& panels, const panels::Layout& layout,
-          decltype(panels::Format::arrange) copy_some) {
-  auto* from = static_cast<uint8_t*>(rows.data_ptr());
-  auto* to = static_cast<uint8_t*>(panels.data_ptr());
-  const int64_t grain = 1 + (1 << 12) / layout.columns;
-  at::parallel_for(0, panels_of(rows.size(0)), grain, [&](int64_t first, int64_t last) {
-    for (int64_t panel = first; panel < last; ++panel) {
-      const int64_t row = panel * panels::ROWS, count = std::min(panels::ROWS, rows.size(0) - row);
-      copy_some(layout, from + row * layout.row_bytes, count, to + panel * layout.panel_bytes);
-    }
-  });
-}
-
 // The rows of a file arranged in panels.
 Tensor arranged(const Tensor& rows, const std::string& format, int64_t columns) {
   const panels::Layout layout = layout_of(rows, format, columns, 0);
   require(layout.format->arrange, format, " is not arranged in panels");
   const Tensor out = at::empty({bytes_of(layout, rows.size(0))}, at::kByte);
-  copy(rows, out, layout, layout.format->arrange);
-  return out;
-}
-
-// The reverse, for copies that `rounded.py` makes.
-Tensor restored(const Tensor& panels, int64_t rows, int64_t columns, const std::string& format) {
-  const panels::Layout layout = panels::layout_of(format, columns, 0);
-  check<uint8_t>(panels, {bytes_of(layout, rows)}, "panels");
-  require(layout.format->restore, format, " is not restored from panels");
-  const Tensor out = at::empty({rows, layout.row_bytes}, at::kByte);
-  copy(out, panels, layout, layout.format->restore);
+  const auto* from = numbers<uint8_t>(rows);
+  auto* to = static_cast<uint8_t*>(out.data_ptr());
+  const int64_t grain = 1 + (1 << 12) / layout.columns;
+  at::parallel_for(0, panels_of(rows.size(0)), grain, [&](int64_t first, int64_t last) {
+    for (int64_t panel = first; panel < last; ++panel) {
+      const int64_t row = panel * panels::ROWS, count = std::min(panels::ROWS, rows.size(0) - row);
+      layout.format->arrange(layout, from + row * layout.row_bytes, count,
+                             to + panel * layout.panel_bytes);
+    }
+  });
   return out;
 }
 

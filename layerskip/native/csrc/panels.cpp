@@ -52,19 +52,18 @@ int64_t block_at(int64_t unit) {
   return unit / (F::NUMBERS / UNIT) * F::BYTES;
 }
 
-// Copies a row's factors and scales of a block to its lane of a head. With BACK, copies the factors
-// from the head to the row.
-template <typename F, bool BACK = false>
-void place_head(const Geometry<F>& shape, uint8_t* row, int64_t block, int64_t lane,
+// Copies a row's factors and scales of a block to its lane of a head.
+template <typename F>
+void place_head(const Geometry<F>& shape, const uint8_t* row, int64_t block, int64_t lane,
                 uint8_t* head) {
   for (int64_t k = 0; k < F::FACTORS; ++k) {
     constexpr int64_t SIZE = sizeof(typename F::T);
-    uint8_t *own = head + SIZE * (ROWS * k + lane), *from = row;
+    const uint8_t* from = row;
     if constexpr (F::GROUPS)
       from += shape.units * F::BYTES + SIZE * (k * (shape.units / shape.each()) + block);
     else
       from += block * F::BYTES + F::factor_at(k);
-    BACK ? std::memcpy(from, own, SIZE) : std::memcpy(own, from, SIZE);
+    std::memcpy(head + SIZE * (ROWS * k + lane), from, SIZE);
   }
   for (int64_t unit = 0; F::SCALES && unit < shape.each(); ++unit)
     for (int64_t k = 0; k < F::SCALES; ++k)
@@ -72,25 +71,18 @@ void place_head(const Geometry<F>& shape, uint8_t* row, int64_t block, int64_t l
           F::scale(row + block * F::BYTES, unit, k);
 }
 
-// Copies rows to a panel, or, with BACK, from a panel to rows.
-template <typename F, bool BACK>
-void copy(const Layout& layout, uint8_t* rows, int64_t count, uint8_t* panel) {
+template <typename F>
+void arrange(const Layout& layout, const uint8_t* rows, int64_t count, uint8_t* panel) {
   const Geometry<F> shape(layout);
-  if (!BACK) std::fill_n(panel, shape.bytes, 0);
+  std::fill_n(panel, shape.bytes, 0);
   for (int64_t r = 0; r < count; ++r) {
-    uint8_t* row = rows + r * layout.row_bytes;
+    const uint8_t* row = rows + r * layout.row_bytes;
     for (int64_t block = 0; block < shape.units / shape.each(); ++block)
-      place_head<F, BACK>(shape, row, block, r, panel + block * shape.head);
+      place_head(shape, row, block, r, panel + block * shape.head);
     for (int64_t unit = 0; unit < shape.units; ++unit) {
-      uint8_t *codes = panel + shape.codes + unit * shape.CODES, *block = row + block_at<F>(unit);
-      uint8_t each[UNIT];
-      if constexpr (BACK) {
-        F::get(codes + 4 * r, each);
-        F::encode(each, block);
-      } else {
-        F::codes(block, unit % (F::NUMBERS / UNIT), each);
-        F::put(each, codes + 4 * r);
-      }
+      uint8_t codes[UNIT];
+      F::codes(row + block_at<F>(unit), unit % (F::NUMBERS / UNIT), codes);
+      F::put(codes, panel + shape.codes + unit * shape.CODES + 4 * r);
     }
   }
 }
@@ -102,7 +94,7 @@ void unpack(const Layout& layout, const uint8_t* row, float* out) {
   for (int64_t unit = 0; unit < shape.units; ++unit) {
     const int64_t inside = shape.inside(unit);
     if (inside == 0)
-      place_head<F>(shape, const_cast<uint8_t*>(row), shape.block(unit), 0, head);
+      place_head(shape, row, shape.block(unit), 0, head);
     const uint8_t* block = row + block_at<F>(unit);
     uint8_t codes[UNIT];
     F::codes(block, unit % (F::NUMBERS / UNIT), codes);
@@ -194,8 +186,7 @@ constexpr Format in_panels(const char* name) {
   made.inputs = F::PART + 100 * ForVectors<F, false>::PIECES + 1000 * ForUnit<F>::PIECES;
   if (F::ROUGH) made.inputs += 10000 * F::BITS;
   made.panel = [](const Layout& layout) { return Geometry<F>(layout).bytes; };
-  made.arrange = copy<F, false>;
-  if constexpr (F::ROUGH) made.restore = copy<F, true>;
+  made.arrange = arrange<F>;
   made.unpack = unpack<F>;
   made.pack = [](const float* x, int64_t columns, int64_t tokens, float* room, int64_t begin,
                  int64_t end, const int32_t* order) {
@@ -239,7 +230,7 @@ Layout layout_of(const std::string& name, int64_t columns, int64_t group) {
   const auto refuse = [](const auto&... words) { throw std::invalid_argument(c10::str(words...)); };
   if (found == FORMATS.end()) refuse("there is no format ", name, " of stored weights");
   const Format& format = *found;
-  if (format.restore && !group) {  // a copy, whose rows are groups in 8 bits
+  if (name[0] == 'R' && !group) {  // a copy, whose rows are groups in 8 bits
     columns = (columns + UNIT - 1) / UNIT * UNIT;
     group = format.factor ? columns : 0;
   }

@@ -33,9 +33,8 @@ struct Format {
 
   // The bytes of a panel; null if rows are read as they are.
   int64_t (*panel)(const Layout&);
-  // Arranges `count` rows as a panel, or, for copies of `rounded.py`, the reverse.
-  void (*arrange)(const Layout&, uint8_t* rows, int64_t count, uint8_t* panel);
-  void (*restore)(const Layout&, uint8_t* rows, int64_t count, uint8_t* panel);
+  // Arranges `count` rows as a panel.
+  void (*arrange)(const Layout&, const uint8_t* rows, int64_t count, uint8_t* panel);
   // Unpacks a row to float32.
   void (*unpack)(const Layout&, const uint8_t* row, float* out);
   // Packs inputs x (tokens, columns) into `room`, at most `packed_width` floats a token. Only
