@@ -804,9 +804,10 @@ native = extension.extension()  # before what asks for the usual one
 torch.manual_seed(0)
 def add(panels, form, rows, columns):
     matrix = native.Matrix(panels, None, format=form, rows=rows, columns=columns)
+    head = (plan := native.Plan()).add("head", inputs=[matrix])
     for tokens in (*range(1, 40), 300):
         x = torch.randn(1, tokens, columns) * torch.randn(columns).exp()
-        digest.update(native.wide_products(matrix, x).numpy().tobytes())
+        digest.update(plan.run(x, [head], [], [], [], []).numpy().tobytes())
 for bits, rows, columns in ((8, 40, 200), (4, 40, 200), (8, 16, 64), (4, 100, 30)):
     copy = rounded(torch.randn(rows, columns), bits, packed=True)
     add(copy.data, f"R{bits}", rows, columns)

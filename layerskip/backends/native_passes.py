@@ -158,12 +158,14 @@ class Native(Fused):
 
     def product(self, weight: Tensor, bias: Tensor | None, variant: Variant) -> Function:
         """Products for wide passes that equal native ones, which also round inputs."""
-        matrix, wide = self._rounded(weight, bias, variant), self.extension.wide_products
-        widened = super().product(weight, bias, variant)
+        plan, widened = self.extension.Plan(), super().product(weight, bias, variant)
+        head = plan.add("head", inputs=[self._rounded(weight, bias, variant)])
 
         def apply(x: Tensor) -> Tensor:
-            # There are no native gradients.
-            return widened(x) if x.requires_grad else wide(matrix, x)
+            if x.requires_grad:  # there are no native gradients
+                return widened(x)
+            out: Tensor = plan.run(x.reshape(1, -1, x.shape[-1]), [head], [], [], [], [])
+            return out.view(*x.shape[:-1], -1)  # (..., R)
 
         return apply
 

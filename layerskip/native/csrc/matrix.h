@@ -151,39 +151,4 @@ void stored_product(const Matrix& matrix, int64_t begin, Range mine, const uint8
                                   then, write);
 }
 
-// The product of a stored matrix and inputs (..., columns), as (..., rows), with exactly the
-// arithmetic of a pass. Used where inputs are too many for one pass, or no part of one.
-template <typename S>
-Tensor stored_products(const Matrix& matrix, const Tensor& given) {
-  const int64_t rows = matrix.rows(), columns = matrix.columns(), tokens = given.numel() / columns;
-  const Tensor x = given.to(at::kFloat).contiguous();
-  const Tensor room = at::empty({tokens * packed_width(columns)}, at::kFloat);
-  float* inputs = static_cast<float*>(room.data_ptr());
-  matrix.layout->format->pack(numbers<float>(x), columns, tokens, inputs, 0, tokens,
-                              numbers<int32_t>(matrix.order));
-  std::vector<int64_t> shape = given.sizes().vec();
-  shape.back() = rows;
-  const Tensor out = at::empty(shape, given.options());
-  const uint8_t* base = numbers<uint8_t>(matrix.weight);
-  // A second thread pays off if each thread multiplies 2^20 pairs of numbers.
-  const int64_t grain = 1 + (1 << 20) / (panels::ROWS * columns * std::max<int64_t>(1, tokens));
-  at::parallel_for(0, panels_of(rows), grain, [&](int64_t first, int64_t last) {
-    const Range mine{first * panels::ROWS, std::min(rows, last * panels::ROWS)};
-    const int64_t bytes = matrix.layout->panel_bytes;
-    stored_product<S>(matrix, 0, mine, base + first * bytes, inputs, tokens, base + last * bytes,
-                      static_cast<S*>(out.data_ptr()), rows);
-  });
-  return out;
-}
-
-Tensor wide_products(const Matrix& matrix, const Tensor& given) {
-  require(matrix.layout.has_value(), "plain weights have no products of their own");
-  require(given.dim() > 0 && given.size(-1) == matrix.columns() && given.device().is_cpu(),
-          "inputs must be (..., ", matrix.columns(), ") on the CPU, got ", given.sizes());
-  if (given.scalar_type() == at::kFloat) return stored_products<float>(matrix, given);
-  require(given.scalar_type() == at::kBFloat16, "inputs must be float32 or bfloat16, got ",
-          given.scalar_type());
-  return stored_products<BFloat16>(matrix, given);
-}
-
 }  // namespace

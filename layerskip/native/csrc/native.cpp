@@ -99,7 +99,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("tiles_refusal", &tiles::refusal);
   module.def("arranged", &arranged, py::call_guard<py::gil_scoped_release>());
   module.def("unpacked", &unpacked, py::call_guard<py::gil_scoped_release>());
-  module.def("wide_products", &wide_products, py::call_guard<py::gil_scoped_release>());
   module.def("drawn", &draws::drawn, py::call_guard<py::gil_scoped_release>(), py::arg("logits"),
              py::arg("temperature"), py::arg("top_k"), py::arg("top_p"), py::arg("least"),
              py::arg("starts") = std::vector<int64_t>{});
