@@ -127,16 +127,14 @@ class Filter {
     const int64_t size = static_cast<int64_t>(scores.size());
     for (int64_t begin = 0; begin < size; begin += PART) {
       const int64_t end = std::min(size, begin + PART);
-      if (static_cast<int64_t>(best.size()) == top_k) {
-        if (!(largest(&scores[begin], end - begin) > best.top())) continue;
-      }
+      const auto counts = [&](float score) {
+        return static_cast<int64_t>(best.size()) < top_k || score > best.top();
+      };
+      if (!counts(largest(&scores[begin], end - begin))) continue;
       for (int64_t i = begin; i < end; ++i) {
-        if (static_cast<int64_t>(best.size()) < top_k) {
-          best.push(scores[i]);
-        } else if (scores[i] > best.top()) {
-          best.pop();
-          best.push(scores[i]);
-        }
+        if (!counts(scores[i])) continue;
+        best.push(scores[i]);
+        if (static_cast<int64_t>(best.size()) > top_k) best.pop();
       }
     }
     return best.top();
@@ -160,17 +158,6 @@ class Filter {
     return total;
   }
 };
-
-// A row of logits in float32; bfloat16 is widened into `room`.
-inline const float* row_of(const at::Tensor& logits, int64_t row, std::vector<float>& room) {
-  const int64_t size = logits.size(1);
-  if (logits.scalar_type() == at::kFloat) return logits.const_data_ptr<float>() + row * size;
-  const c10::BFloat16* numbers = logits.const_data_ptr<c10::BFloat16>() + row * size;
-  room.resize(size);
-#pragma omp simd
-  for (int64_t i = 0; i < size; ++i) room[i] = static_cast<float>(numbers[i]);
-  return room.data();
-}
 
 // The 32 random bits of a stream's token, from which `uniform` is made.
 inline uint32_t mixed(int64_t start, int64_t token) {
@@ -227,10 +214,9 @@ inline bool lucky(const float* logits, int64_t vocabulary, float divisor, int64_
 // temperature after top-k and top-p. Noise is of the streams that begin at `starts`; without starts
 // there is none. Returns three tensors (N,): the tokens, -1 if none is left or a logit is NaN; by
 // how much the second-best is behind, 0 or less, NaN if a logit is NaN; and its token, or -1.
-inline std::tuple<at::Tensor, at::Tensor, at::Tensor> drawn(const at::Tensor& logits, double temperature,
-                                                            int64_t top_k, double top_p,
-                                                            int64_t least,
-                                                            const std::vector<int64_t>& starts) {
+inline std::tuple<at::Tensor, at::Tensor, at::Tensor> drawn(
+    const at::Tensor& logits, double temperature, int64_t top_k, double top_p, int64_t least,
+    const std::vector<int64_t>& starts) {
   TORCH_CHECK_VALUE(logits.dim() == 2 && logits.is_cpu() && logits.is_contiguous() &&
                         (logits.scalar_type() == at::kFloat || logits.scalar_type() == at::kBFloat16),
                     "logits must be (N, V), float32 or bfloat16, contiguous");
@@ -241,12 +227,12 @@ inline std::tuple<at::Tensor, at::Tensor, at::Tensor> drawn(const at::Tensor& lo
   at::Tensor behind = at::empty({positions}, logits.options().dtype(at::kFloat));
   at::Tensor next = at::empty({positions}, tokens.options());
   const float divisor = static_cast<float>(temperature);
-  Filter filter;
-  filter.top_k = top_k, filter.top_p = top_p, filter.least = least;
-  std::vector<float> widened, scores;
+  const Filter filter{top_k, top_p, least};
+  const at::Tensor wide = logits.to(at::kFloat);
+  std::vector<float> scores;
   std::vector<Candidate> kept;
   for (int64_t n = 0; n < positions; ++n) {
-    const float* row = row_of(logits, n, widened);
+    const float* row = wide.const_data_ptr<float>() + n * vocabulary;
     Best best;
     if (filter.any()) {
       scores.resize(vocabulary);
