@@ -19,57 +19,24 @@ namespace panels {
 namespace {
 
 using c10::Half;
+using integers::floats;
+using integers::Int;
+using integers::read;
 
 constexpr int64_t UNIT = 32;  // columns
 
-typedef int32_t LaneInts [[gnu::vector_size(4 * LANES)]];
-typedef float LaneFloats [[gnu::vector_size(4 * LANES)]];
-
+// LANES bytes of a signed or unsigned type. Compilers would widen short vectors byte by byte.
 template <typename T>
-inline T read(const uint8_t* from) {
-  T out;
-  std::memcpy(&out, from, sizeof(T));
-  return out;
+inline Int bytes(const uint8_t* from) {
+  int32_t out[LANES];
+  for (int k = 0; k < LANES; ++k) out[k] = static_cast<T>(from[k]);
+  return read<Int>(out);
 }
-
-inline Vec floats(const LaneInts& x) {
-  const LaneFloats made = __builtin_convertvector(x, LaneFloats);
-  return read<Vec>(reinterpret_cast<const uint8_t*>(&made));
-}
-
-// LANES bytes, unsigned or signed. Intrinsics, because compilers widen short vectors byte by byte.
-#if defined(CPU_CAPABILITY_AVX512)
-inline LaneInts bytes(const uint8_t* from) {
-  return reinterpret_cast<LaneInts>(_mm512_cvtepu8_epi32(read<__m128i>(from)));
-}
-inline LaneInts signed_bytes(const uint8_t* from) {
-  return reinterpret_cast<LaneInts>(_mm512_cvtepi8_epi32(read<__m128i>(from)));
-}
-#elif defined(CPU_CAPABILITY_AVX2)
-inline LaneInts bytes(const uint8_t* from) {
-  return reinterpret_cast<LaneInts>(_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(read<int64_t>(from))));
-}
-inline LaneInts signed_bytes(const uint8_t* from) {
-  return reinterpret_cast<LaneInts>(_mm256_cvtepi8_epi32(_mm_cvtsi64_si128(read<int64_t>(from))));
-}
-#else
-inline LaneInts bytes(const uint8_t* from) {
-  LaneInts out;
-  for (int k = 0; k < LANES; ++k) out[k] = from[k];
-  return out;
-}
-inline LaneInts signed_bytes(const uint8_t* from) { return bytes(from) << 24 >> 24; }
-#endif
 
 // LANES numbers of a type.
-inline Vec numbers_of(const uint8_t* from, float) { return read<Vec>(from); }
-inline Vec numbers_of(const uint8_t* from, BFloat16) {
-  return widened(reinterpret_cast<const BFloat16*>(from));
-}
-inline Vec numbers_of(const uint8_t* from, Half) {
-  Vec out;
-  at::vec::load_fp32_from_fp16(reinterpret_cast<const Half*>(from), out);
-  return out;
+template <typename T>
+inline Vec numbers_of(const uint8_t* from) {
+  return widened(reinterpret_cast<const T*>(from));
 }
 
 // Codes of 4, 5, 6 or 8 bits, in lines of 4 columns of all rows. Codes of 4 bits share the bytes of
@@ -79,19 +46,17 @@ template <int BITS_>
 struct InLines {
   static constexpr int BITS = BITS_, HIGH = BITS - 4;
 
-  // The codes of line n of a unit, one a byte.
-  static integers::Ints line(const uint8_t* codes, int n) {
-    using namespace integers;
-    if constexpr (BITS == 8) return load(codes + 64 * n);
-    const Ints both = load(codes + 64 * (n / 2)), low = n % 2 ? upper(both) : lower(both);
+  // The codes of line n of a unit, one a byte, for the rows of register v.
+  static Int line(const uint8_t* codes, int n, int v) {
+    const auto load = [&](int i) { return read<Int>(codes + 64 * i + sizeof(Int) * v); };
+    if constexpr (BITS == 8) return load(n);
+    const Int both = load(n / 2), low = (n % 2 ? both >> 4 : both) & 0x0f0f0f0f;
     if constexpr (BITS == 4) return low;
     constexpr int EACH = 8 / std::max(HIGH, 1);  // lines whose upper bits share bytes
-    const Ints high = load(codes + 64 * (4 + n / EACH));
+    const Int high = load(4 + n / EACH);
     const int up = 4 - n % EACH * HIGH;
-    return each<Ints>([&](int i) {
-      const Int placed = up > 0 ? high.v[i] << up : high.v[i] >> -up;
-      return low.v[i] | (placed & static_cast<int32_t>(((1u << HIGH) - 1) * 0x10101010u));
-    });
+    const Int placed = up > 0 ? high << up : high >> -up;
+    return low | (placed & static_cast<int32_t>(((1u << HIGH) - 1) * 0x10101010u));
   }
   // Puts a row's codes of a unit, one a byte, into its lane of the lines.
   static void put(const uint8_t* codes, uint8_t* to) {
@@ -120,7 +85,7 @@ struct Head {
   static uint8_t scale(const uint8_t*, int64_t, int64_t) { return 0; }
   // Factor k of LANES rows.
   static Vec factor(const uint8_t* head, int64_t k, int64_t lane) {
-    return numbers_of(head + sizeof(T) * (ROWS * k + lane), T{});
+    return numbers_of<T>(head + sizeof(T) * (ROWS * k + lane));
   }
 };
 
@@ -186,8 +151,8 @@ struct K : InLines<BITS>, Head<Half, 2, 2>, Blocks<16 + 32 * BITS, 256> {
   }
   static void pair(const uint8_t* head, int64_t unit, int64_t, int64_t lane, Vec& by, Vec& to) {
     const uint8_t* scales = head + K::SCALES_AT + 2 * ROWS * unit + lane;
-    by = floats(bytes(scales)) * K::factor(head, 0, lane);
-    to = floats(bytes(scales + ROWS)) * K::factor(head, 1, lane).neg();
+    by = floats(bytes<uint8_t>(scales)) * K::factor(head, 0, lane);
+    to = floats(bytes<uint8_t>(scales + ROWS)) * K::factor(head, 1, lane).neg();
   }
 };
 using Q4_K = K<4>;
@@ -208,7 +173,7 @@ struct Q6_K : InLines<6>, Head<Half, 1, 2, 16>, Blocks<210, 256> {
   }
   static void pair(const uint8_t* head, int64_t unit, int64_t part, int64_t lane, Vec& by, Vec&) {
     const uint8_t* scales = head + SCALES_AT + ROWS * (2 * unit + part) + lane;
-    by = floats(signed_bytes(scales)) * factor(head, 0, lane);
+    by = floats(bytes<int8_t>(scales)) * factor(head, 0, lane);
   }
 };
 

@@ -20,17 +20,16 @@
 namespace panels {
 namespace {
 
-using integers::Floats;
-using Sums = integers::Ints;  // of a panel's rows
+using integers::VECTORS;
 
 constexpr int64_t SIDE = 4;  // the most panels that are multiplied together
-// Lines that are unrolled: with 16-byte vectors, compilers would take minutes to unroll them all.
-constexpr int UNROLLED = integers::VECTORS == 4 ? 1 : 8;
+// Lines that are unrolled: without wide vectors, compilers would take minutes to unroll them all.
+constexpr int UNROLLED = integers::KNOWS_DOTS ? 8 : 1;
 
 // The most tokens of a step on vectors, and the panels that are multiplied together then: as many
 // as the registers have room for.
 template <typename F>
-constexpr int MOST = F::ROUGH && integers::VECTORS < 4 ? 8 : 4;
+constexpr int MOST = F::ROUGH && integers::KNOWS_DOTS ? 8 : 4;
 constexpr int64_t side_of(int64_t tokens) {
   if (tokens == 1) return SIDE;
   return MANY_REGISTERS ? 2 : 1;
@@ -120,40 +119,23 @@ struct Fixed {
     lows[at] = low - high * 65536, highs[at] = high;
   }
 
-  static int32_t bits_of(float x) { return read<int32_t>(reinterpret_cast<uint8_t*>(&x)); }
-  static float float_of(int32_t bits) { return read<float>(reinterpret_cast<uint8_t*>(&bits)); }
+  static int32_t bits_of(float x) { return read<int32_t>(&x); }
+  static float float_of(int32_t bits) { return read<float>(&bits); }
 };
 
-// Adds a part to the sums of a token's rows. `plane(k)` are the sums of codes times the k-th plane,
-// less those of the codes' offset.
+// Adds a part to a token's sums of the rows of a register. `plane(k)` are the sums of codes times the
+// k-th plane, less those of the codes' offset.
 template <typename F, typename Split, typename Plane>
-[[gnu::always_inline]] inline Floats added(const Floats& total, const Fixed<Split>& x, int64_t at,
-                                           const Floats& by, const Floats& to, const Plane& plane) {
-  using namespace integers;
-  Sums low = plane(0);
-  if constexpr (Split::PIECES == 3) {
-    const Sums middle = plane(1);
-    low = each<Sums>([&](int i) { return low.v[i] + (middle.v[i] << 8); });
-  }
-  Floats rounded = converted(low);  // of codes of 4 bits, it is exact
+[[gnu::always_inline]] inline Vec added(const Vec& total, const Fixed<Split>& x, int64_t at,
+                                        const Vec& by, const Vec& to, const Plane& plane) {
+  Int low = plane(0);
+  if constexpr (Split::PIECES == 3) low += plane(1) << 8;
+  Vec rounded = floats(low);  // of codes of 4 bits, it is exact
   if constexpr (Split::PIECES > 1)
-    rounded = scaled(converted(plane(Split::PLANES - 1)),
-                     same(Split::PIECES == 4 ? 4096.0f : 65536.0f), rounded);
-  const Floats out = scaled(rounded, times(by, x.steps[at]), total);
-  return F::ZERO < 0 ? scaled(to, same(x.sums[at]), out) : out;
-}
-
-// The factors of a part of a panel's rows.
-template <typename F, typename Shape>
-inline void pair_of(const Shape& shape, const uint8_t* panel, int64_t unit, int64_t part,
-                    Floats& by, Floats& to) {
-  float both[2][ROWS];
-  for (int64_t lane = 0; lane < ROWS; lane += LANES) {
-    Vec scale(0.0f), offset(0.0f);
-    shape.pair(panel, unit, part, lane, scale, offset);
-    scale.store(both[0] + lane), offset.store(both[1] + lane);
-  }
-  by = integers::load(both[0]), to = integers::load(both[1]);
+    rounded = at::vec::fmadd(floats(plane(Split::PLANES - 1)),
+                             Vec(Split::PIECES == 4 ? 4096.0f : 65536.0f), rounded);
+  const Vec out = at::vec::fmadd(rounded, by * Vec(x.steps[at]), total);
+  return F::ZERO < 0 ? at::vec::fmadd(to, Vec(x.sums[at]), out) : out;
 }
 
 // Adds units first to last of PANELS panels times COUNT tokens to `out`, whose tokens are `stride`
@@ -165,9 +147,9 @@ void by_vectors(const Shape& shape, const uint8_t* panel, int64_t first, int64_t
   constexpr int LINES = static_cast<int>(F::PART) / 4, PLANES = Split::PLANES, SIZE = Split::SIZE;
   const Fixed<Split> x(room, shape.units * shape.PARTS, before, COUNT);
   const int64_t ahead = std::clamp<int64_t>(AHEAD / (PANELS * shape.CODES), 1, last - first);
-  Floats totals[COUNT][PANELS];
+  Vec totals[COUNT][PANELS * VECTORS];
   for (int t = 0; t < COUNT; ++t)
-    for (int p = 0; p < PANELS; ++p) totals[t][p] = integers::load(out + t * stride + p * ROWS);
+    for (int r = 0; r < PANELS * VECTORS; ++r) totals[t][r] = Vec::loadu(out + t * stride + r * LANES);
   for (int64_t unit = first, at = unit * shape.PARTS; unit < last; ++unit) {
     const int64_t later = unit + ahead;
     const bool inside = later < last;
@@ -177,9 +159,9 @@ void by_vectors(const Shape& shape, const uint8_t* panel, int64_t first, int64_t
     for (int part = 0; part < shape.PARTS; ++part, ++at) {
       const uint8_t* codes = panel + shape.codes + unit * shape.CODES;
       const int8_t* bytes = x.bytes + at * COUNT * x.BYTES;
-      Sums sums[PANELS][PLANES * COUNT];
+      Int sums[PANELS * VECTORS][PLANES * COUNT];
 #pragma GCC unroll 4
-      for (int v = 0; v < integers::VECTORS; ++v) {
+      for (int v = 0; v < VECTORS; ++v) {
         // Loads inputs again for each register; compilers would keep them all on the stack.
         asm volatile("" : "+r"(bytes));
         integers::Dots<DOTS, F::BITS, SIZE> some[PANELS][PLANES * COUNT];
@@ -189,15 +171,15 @@ void by_vectors(const Shape& shape, const uint8_t* panel, int64_t first, int64_t
 #pragma GCC unroll 8
             for (int p = 0; p < PANELS; ++p) {
               const int64_t sum = at * COUNT + t, upper = (PLANES - 1) * COUNT + t;
-              some[p][t].sums = integers::Int{} - F::ZERO * x.lows[sum];
-              if (PLANES > 1) some[p][upper].sums = integers::Int{} - F::ZERO * x.highs[sum];
+              some[p][t].sums = Int{} - F::ZERO * x.lows[sum];
+              if (PLANES > 1) some[p][upper].sums = Int{} - F::ZERO * x.highs[sum];
             }
 #pragma GCC unroll UNROLLED
         for (int n = 0; n < LINES; ++n) {
-          integers::Int line[PANELS];
+          Int line[PANELS];
 #pragma GCC unroll 8
           for (int p = 0; p < PANELS; ++p)
-            line[p] = F::line(codes + p * shape.bytes, part * LINES + n).v[v];
+            line[p] = F::line(codes + p * shape.bytes, part * LINES + n, v);
 #pragma GCC unroll 16
           for (int k = 0; k < PLANES * COUNT; ++k)
 #pragma GCC unroll 8
@@ -207,21 +189,21 @@ void by_vectors(const Shape& shape, const uint8_t* panel, int64_t first, int64_t
 #pragma GCC unroll 8
         for (int p = 0; p < PANELS; ++p)
 #pragma GCC unroll 16
-          for (int k = 0; k < PLANES * COUNT; ++k) sums[p][k].v[v] = some[p][k].sums;
+          for (int k = 0; k < PLANES * COUNT; ++k) sums[p * VECTORS + v][k] = some[p][k].sums;
       }
 #pragma GCC unroll 8
-      for (int p = 0; p < PANELS; ++p) {
-        Floats by, to;
-        pair_of<F>(shape, panel + p * shape.bytes, unit, part, by, to);
+      for (int r = 0; r < PANELS * VECTORS; ++r) {
+        Vec by, to;
+        shape.pair(panel + r / VECTORS * shape.bytes, unit, part, r % VECTORS * LANES, by, to);
 #pragma GCC unroll 8
         for (int t = 0; t < COUNT; ++t)
-          totals[t][p] = added<F>(totals[t][p], x, at * COUNT + t, by, to,
-                                  [&](int k) { return sums[p][k * COUNT + t]; });
+          totals[t][r] = added<F>(totals[t][r], x, at * COUNT + t, by, to,
+                                  [&](int k) { return sums[r][k * COUNT + t]; });
       }
     }
   }
   for (int t = 0; t < COUNT; ++t)
-    for (int p = 0; p < PANELS; ++p) integers::store(totals[t][p], out + t * stride + p * ROWS);
+    for (int r = 0; r < PANELS * VECTORS; ++r) totals[t][r].store(out + t * stride + r * LANES);
 }
 
 // The function for a step of `count` tokens and some panels.

@@ -57,17 +57,15 @@ template <typename F>
 inline void unpack_part(const uint8_t* codes, int part, uint8_t* to) {
   constexpr int LINES = static_cast<int>(F::PART) / 4;
 #pragma GCC unroll 8
-  for (int n = 0; n < LINES; ++n) {
-    Sums line = F::line(codes, part * LINES + n);
-    if (F::ZERO > 0) line = integers::minus_bytes(line, F::ZERO);
+  for (int i = 0; i < LINES * VECTORS; ++i, to += sizeof(Int)) {
+    Int line = F::line(codes, part * LINES + i / VECTORS, i % VECTORS);
+    constexpr auto ZERO = static_cast<uint8_t>(std::max(F::ZERO, 0));
+    line = reinterpret_cast<Int>(reinterpret_cast<integers::Byte>(line) - ZERO);
     if (ForUnit<F>::PIECES == 4) {
-      integers::store(integers::each<Sums>([&](int i) {
-        return (line.v[i] & 0x0f0f0f0f) << 4;
-      }), to + 64 * n);
-      integers::store(line, to + 64 * (LINES + n));
-    } else {
-      integers::store(line, to + 64 * n);
+      std::memcpy(to + 64 * LINES, &line, sizeof(line));
+      line = (line & 0x0f0f0f0f) << 4;
     }
+    std::memcpy(to, &line, sizeof(line));
   }
 }
 
@@ -75,7 +73,7 @@ inline void unpack_part(const uint8_t* codes, int part, uint8_t* to) {
 template <typename Split>
 struct Work {
   const uint8_t* codes;
-  const Floats *by, *to;  // of each panel
+  const float (*by)[ROWS], (*to)[ROWS];  // of each panel
   Fixed<Split> x;
   int64_t at, tokens;  // where the first token is in `x`, and how many there are
   float* totals;  // (tokens, SIDE, ROWS)
@@ -86,12 +84,19 @@ template <typename F, int USED, int K, typename Split>
 [[gnu::always_inline]] inline void add_share(const Work<Split>& work, int panel, int64_t each,
                                              const int32_t* stored) {
   const Fixed<Split> x = work.x;
-  const Floats by = work.by[panel], to = work.to[panel];
+  Vec by[VECTORS], to[VECTORS];
+  for (int v = 0; v < VECTORS; ++v)
+    by[v] = Vec::loadu(work.by[panel] + v * LANES), to[v] = Vec::loadu(work.to[panel] + v * LANES);
   float* totals = work.totals + panel * ROWS;
   const auto add = [&](int64_t t, int64_t step) __attribute__((always_inline)) {
-    float* total = totals + t * SIDE * ROWS;
-    const auto plane = [&](int64_t k) { return integers::load(stored + (k * step + t) * ROWS); };
-    integers::store(added<F>(integers::load(total), x, work.at + t, by, to, plane), total);
+#pragma GCC unroll 4
+    for (int v = 0; v < VECTORS; ++v) {
+      float* total = totals + t * SIDE * ROWS + v * LANES;
+      const auto plane = [&](int64_t k) {
+        return read<Int>(stored + (k * step + t) * ROWS + v * LANES);
+      };
+      added<F>(Vec::loadu(total), x, work.at + t, by[v], to[v], plane).store(total);
+    }
   };
   if (work.tokens == tiles::MOST) {  // constants make it a tenth faster
 #pragma GCC unroll 16
@@ -115,7 +120,7 @@ void by_unit(const Shape& shape, const uint8_t* panel, int64_t panels, void* roo
   const int64_t chunk = last - first > 4 ? CHUNK : CHUNK / 2;
   alignas(64) uint8_t lines[CHUNK][SIDE][Split::WIDTH * ROWS];
   alignas(64) int32_t sums[2][Own::SUMS * TILE];
-  Floats by[CHUNK][SIDE], to[CHUNK][SIDE];
+  alignas(64) float by[CHUNK][SIDE][ROWS], to[CHUNK][SIDE][ROWS];
   std::fill_n(out, (steps.first(last) - begin) * SIDE * ROWS, 0.0f);
 
   // In each turn the unit multiplies, stores what it multiplied the turn before, and vectors add what
@@ -154,7 +159,11 @@ void by_unit(const Shape& shape, const uint8_t* panel, int64_t panels, void* roo
         if (first == 0 && part == 0) shape.fetch(next + p * shape.bytes, unit);
         unpack_part<F>(from + shape.codes + unit * shape.CODES, static_cast<int>(part),
                        lines[i][p]);
-        pair_of<F>(shape, from, unit, part, by[i][p], to[i][p]);
+        for (int64_t lane = 0; lane < ROWS; lane += LANES) {
+          Vec scale, offset;
+          shape.pair(from, unit, part, lane, scale, offset);
+          scale.store(by[i][p] + lane), offset.store(to[i][p] + lane);
+        }
       }
     for (int64_t step = first; step < last; ++step) {
       const int64_t before = steps.first(step), tokens = steps.first(step + 1) - before;
@@ -162,7 +171,7 @@ void by_unit(const Shape& shape, const uint8_t* panel, int64_t panels, void* roo
       for (int64_t i = 0; i < here; ++i)
         for (int64_t p = 0; p < panels; p += Own::PANELS) {
           float* totals = out + ((before - begin) * SIDE + p) * ROWS;
-          works[number % 4] = {lines[i][p], &by[i][p], &to[i][p], x, (start + i) * each, tokens,
+          works[number % 4] = {lines[i][p], by[i] + p, to[i] + p, x, (start + i) * each, tokens,
                                totals};
           turn(std::true_type());
         }

@@ -61,15 +61,7 @@ inline int64_t padded(int64_t width) { return up_to(width, LANES); }
 inline int64_t part_size(int64_t width) { return padded(width) + 2; }
 
 // The larger of two numbers each; b if one of them is no number.
-inline Vec larger(const Vec& a, const Vec& b) {
-#if defined(CPU_CAPABILITY_AVX512)
-  return _mm512_max_ps(a, b);
-#elif defined(CPU_CAPABILITY_AVX2)
-  return _mm256_max_ps(a, b);
-#else
-  return at::vec::maximum(a, b);
-#endif
-}
+inline Vec larger(const Vec& a, const Vec& b) { return at::vec::clamp_min(b, a); }
 
 // e^x for x <= 0: 2^(n + r) with |r| <= 1/2. The polynomial is the one with the least relative error
 // (9e-8) of those that are exactly 1 at 0. The result is 0 at minus infinity. COUNT vectors take
@@ -146,45 +138,31 @@ inline Vec repeated(const float* piece) {
 #endif
 }
 
+// Sums of numbers 0 and 2, and of 1 and 3, of each piece: for each piece, of a, b, a, and b.
+inline Vec folded(const Vec& a, const Vec& b) {
+#ifdef INTRINSIC
+  return INTRINSIC(add_ps)(INTRINSIC(unpacklo_ps)(a, b), INTRINSIC(unpackhi_ps)(a, b));
+#else
+  float of[2][LANES], out[LANES];
+  a.store(of[0]), b.store(of[1]);
+  for (int64_t i = 0; i < LANES; ++i) {
+    const float* from = of[i % 2] + i / 4 * 4 + i % 4 / 2;
+    out[i] = from[0] + from[2];
+  }
+  return Vec::loadu(out);
+#endif
+}
+
 // The sums of the pieces of four vectors: number 4 r + g is the sum of piece r of vector g.
 inline Vec piece_sums(const Vec (&x)[GROUPS]) {
-#if defined(CPU_CAPABILITY_AVX512)
-  const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(x[0], x[1]), _mm512_unpackhi_ps(x[0], x[1]));
-  const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(x[2], x[3]), _mm512_unpackhi_ps(x[2], x[3]));
-  const __m512d low = _mm512_castps_pd(ab), high = _mm512_castps_pd(cd);
-  return _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(low, high)),
-                       _mm512_castpd_ps(_mm512_unpackhi_pd(low, high)));
-#elif defined(CPU_CAPABILITY_AVX2)
-  const __m256 ab = _mm256_add_ps(_mm256_unpacklo_ps(x[0], x[1]), _mm256_unpackhi_ps(x[0], x[1]));
-  const __m256 cd = _mm256_add_ps(_mm256_unpacklo_ps(x[2], x[3]), _mm256_unpackhi_ps(x[2], x[3]));
-  const __m256d low = _mm256_castps_pd(ab), high = _mm256_castps_pd(cd);
-  return _mm256_add_ps(_mm256_castpd_ps(_mm256_unpacklo_pd(low, high)),
-                       _mm256_castpd_ps(_mm256_unpackhi_pd(low, high)));
-#else
-  float all[LANES];
-  for (int64_t g = 0; g < GROUPS; ++g) {
-    float some[LANES];
-    x[g].store(some);
-    for (int64_t r = 0; r < LANES; r += 4)
-      all[r + g] = (some[r] + some[r + 2]) + (some[r + 1] + some[r + 3]);
-  }
-  return Vec::loadu(all);
-#endif
+  return folded(folded(x[0], x[2]), folded(x[1], x[3]));
 }
 
 // Stores the first `count` pieces of a vector, SEGMENT numbers apart.
 inline void store_pieces(const Vec& x, int64_t count, float* to) {
-#if defined(CPU_CAPABILITY_AVX512)
-  _mm_storeu_ps(to, _mm512_castps512_ps128(x));
-  if (count > 1) _mm_storeu_ps(to + SEGMENT, _mm512_extractf32x4_ps(x, 1));
-  if (count > 2) _mm_storeu_ps(to + 2 * SEGMENT, _mm512_extractf32x4_ps(x, 2));
-  if (count > 3) _mm_storeu_ps(to + 3 * SEGMENT, _mm512_extractf32x4_ps(x, 3));
-#else
-  float some[LANES];
-  x.store(some);
-  for (int64_t r = 0; r < std::min(count, LANES / 4); ++r)
-    std::copy_n(some + 4 * r, 4, to + r * SEGMENT);
-#endif
+#pragma GCC unroll 4
+  for (int64_t r = 0; r < LANES / 4; ++r)
+    if (r < count) std::memcpy(to + r * SEGMENT, reinterpret_cast<const float*>(&x) + 4 * r, 16);
 }
 
 // The kernels for keys and values of type S, multiplied in bfloat16 pairs or widened to float32.
@@ -523,36 +501,30 @@ struct Kernel {
       int64_t lying = 0;  // slots whose values are read unpacked: few queries do not repay packing
       if (PAIRS && MANY_REGISTERS && next && to - from <= UNPACKED && width % (SPAN * LANES) == 0)
         lying = slots / PACK * PACK;
-      for (int64_t j = from; lying && j < to; j += WEIGHING)
-        for (int64_t i = 0; i < wide; i += SPAN * LANES) {
-          const auto weigh = j == from ? weigh_all<SPAN, true, true> : weigh_all<SPAN, true, false>;
-          weigh(std::min<int64_t>(WEIGHING, to - j),
-                reinterpret_cast<const float*>(values + i), wide, lying / PACK,
-                scores + j * SEGMENT + place / PACK, parts + j * size + 2 + i, size,
-                ahead.behind(i * PACK), place > 0);
-        }
+      // Those of slots first to last, which lie unpacked or are packed in `rows`.
+      const auto weigh_rows = [&](int64_t first, int64_t last, bool lie) {
+        for (int64_t j = from; j < to; j += WEIGHING)
+          for (int64_t i = 0; i < wide;) {
+            const bool span = i + SPAN * LANES <= wide;
+            const bool fetches = next && first == 0 && j == from;  // the next segment only once
+            const auto weigh =
+                PAIRS && lie ? (fetches ? weigh_all<SPAN, true, true> : weigh_all<SPAN, true, false>)
+                : span       ? (fetches ? weigh_all<SPAN, false, true> : weigh_all<SPAN, false, false>)
+                             : (fetches ? weigh_all<1, false, true> : weigh_all<1, false, false>);
+            weigh(std::min<int64_t>(WEIGHING, to - j),
+                  lie ? reinterpret_cast<const float*>(values + i) : rows + i, wide,
+                  (last - first + PACK - 1) / PACK, scores + j * SEGMENT + (place + first) / PACK,
+                  parts + j * size + 2 + i, size, ahead.behind(i * PACK), place + first > 0);
+            i += (span ? SPAN : 1) * LANES;
+          }
+      };
+      if (lying) weigh_rows(0, lying, true);
       if (lying == slots) return;
       if (!std::is_same_v<S, float> || width != wide) {
         pack_values(values + lying * width, slots - lying, width, others);
         rows = others;
       }
-      const int64_t steps = (slots - lying + PACK - 1) / PACK;
-      for (int64_t j = from; j < to; j += WEIGHING) {
-        const int64_t some = std::min<int64_t>(WEIGHING, to - j);
-        const float* powers = scores + j * SEGMENT + (place + lying) / PACK;
-        if (j > from) next = nullptr;  // prefetch the next segment only once
-        for (int64_t i = 0; i < wide;) {
-          float* out = parts + j * size + 2 + i;
-          const bool span = i + SPAN * LANES <= wide;
-          const bool fetches = next && !lying;
-          const auto weigh =
-              span ? (fetches ? weigh_all<SPAN, false, true> : weigh_all<SPAN, false, false>)
-                   : (fetches ? weigh_all<1, false, true> : weigh_all<1, false, false>);
-          weigh(some, rows + i, wide, steps, powers, out, size, ahead.behind(i * PACK),
-                place + lying > 0);
-          i += (span ? SPAN : 1) * LANES;
-        }
-      }
+      weigh_rows(lying, slots, false);
     };
     if (slots) weigh_some(values, slots, 0, 0, count, shared == end ? keys + slots * width : nullptr);
     own.each(end, [&](int64_t from, int64_t to, int64_t more, int64_t token) {

@@ -106,7 +106,7 @@ void unpack(const Layout& layout, const uint8_t* row, float* out) {
       by = Vec(pair[0][0]), to = Vec(pair[1][0]);
       if (F::ZERO > 0) to = by * Vec(-static_cast<float>(F::ZERO));
       for (int64_t i = part * F::PART; i < (part + 1) * F::PART; i += LANES, out += LANES)
-        at::vec::fmadd(floats(bytes(codes + i)), by, to).store(out);  // the product is exact
+        at::vec::fmadd(floats(bytes<uint8_t>(codes + i)), by, to).store(out);  // the product is exact
     }
   }
 }

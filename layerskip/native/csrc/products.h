@@ -20,6 +20,13 @@ using Vec = at::vec::Vectorized<float>;
 constexpr int64_t LANES = Vec::size();
 constexpr bool MANY_REGISTERS = LANES >= 16;  // 32 vector registers rather than 16
 
+// The name of an intrinsic for vectors, where they have the same ones but for their width.
+#if defined(CPU_CAPABILITY_AVX512)
+#define INTRINSIC(name) _mm512_##name
+#elif defined(CPU_CAPABILITY_AVX2)
+#define INTRINSIC(name) _mm256_##name
+#endif
+
 // ---------------------------------------------------------------------------------------------
 // Numbers of a model's dtype S; arithmetic is in float32.
 
@@ -29,7 +36,10 @@ inline Vec widened(const S* from) {
     return Vec::loadu(from);
   } else {
     Vec out;
-    at::vec::load_fp32_from_bf16(from, out);
+    if constexpr (std::is_same_v<S, BFloat16>)
+      at::vec::load_fp32_from_bf16(from, out);
+    else
+      at::vec::load_fp32_from_fp16(from, out);
     return out;
   }
 }

@@ -2,14 +2,12 @@
 // rounded one by one.
 //
 // A row has its codes, in units of 32 columns, then a scale of type T for each group of columns,
-// then a zero for each group. A number is (code - zero) * scale, rounded to T. The 16 numbers that
-// codes of 4 bits may mean are computed once for a group, and looked up.
+// then a zero for each group. A number is (code - zero) * scale, rounded to T. Where vectors can be
+// looked up in, the 16 numbers that codes of 4 bits may mean are computed once for a group.
 //
 // Results are those of plain float32 weights with these numbers, whatever the number of tokens.
 
 #pragma once
-
-#include <c10/util/Float8_e4m3fn.h>
 
 #include <algorithm>
 #include <array>
@@ -29,26 +27,18 @@ inline Vec rounded_to(const Vec& x, float) { return x; }
 // Veltkamp's splitting (Dekker 1971). The `asm` keeps compilers from merging its two steps. Trying
 // all products of a bfloat16 and a code of up to 9 bits has shown that ties go to even.
 inline Vec rounded_to(const Vec& x, BFloat16) {
-#if defined(CPU_CAPABILITY_AVX512)
-  __m512 wide = x * Vec(65537.0f);
+#ifdef INTRINSIC
+  integers::Float wide = x * Vec(65537.0f);
   asm("" : "+v"(wide));
   return Vec(wide) - (Vec(wide) - x);
-#elif defined(CPU_CAPABILITY_AVX2)
-  __m256 wide = x * Vec(65537.0f);
-  asm("" : "+x"(wide));
-  return Vec(wide) - (Vec(wide) - x);
 #else
-  LaneInts bits = read<LaneInts>(reinterpret_cast<const uint8_t*>(&x));
-  bits = (bits + 0x7fff + ((bits >> 16) & 1)) & static_cast<int32_t>(0xffff0000);
-  return read<Vec>(reinterpret_cast<const uint8_t*>(&bits));
+  return rounded<BFloat16>(x);
 #endif
 }
 
 inline Vec rounded_to(const Vec& x, Half) {
-#if defined(CPU_CAPABILITY_AVX512)
-  return Vec(_mm512_cvtph_ps(_mm512_cvtps_ph(__m512(x), _MM_FROUND_TO_NEAREST_INT)));
-#elif defined(CPU_CAPABILITY_AVX2)
-  return Vec(_mm256_cvtph_ps(_mm256_cvtps_ph(__m256(x), _MM_FROUND_TO_NEAREST_INT)));
+#ifdef INTRINSIC
+  return Vec(INTRINSIC(cvtph_ps)(INTRINSIC(cvtps_ph)(x, _MM_FROUND_TO_NEAREST_INT)));
 #else
   float some[LANES];
   x.store(some);
@@ -75,7 +65,7 @@ struct InRows {
 template <typename N>
 struct Plain : InRows<UNIT * sizeof(N), N, 0> {
   static void unpack(const uint8_t* from, const Pair&, Vec (&out)[EACH]) {
-    for (int i = 0; i < EACH; ++i) out[i] = numbers_of(from + i * sizeof(N) * LANES, N{});
+    for (int i = 0; i < EACH; ++i) out[i] = numbers_of<N>(from + i * sizeof(N) * LANES);
   }
 };
 
@@ -83,7 +73,7 @@ template <typename T>
 struct G8 : InRows<UNIT, T, 2> {
   static void unpack(const uint8_t* from, const Pair& by, Vec (&out)[EACH]) {
     for (int i = 0; i < EACH; ++i)
-      out[i] = rounded_to((floats(bytes(from + i * LANES)) - by.zero) * by.scale, T{});
+      out[i] = rounded_to((floats(bytes<uint8_t>(from + i * LANES)) - by.zero) * by.scale, T{});
   }
 };
 
@@ -91,18 +81,9 @@ struct G8 : InRows<UNIT, T, 2> {
 template <typename T>
 struct F8 : InRows<UNIT, T, 1> {
   static Vec value(const uint8_t* from) {
-#if defined(CPU_CAPABILITY_AVX512)
-    const __m256i halves = _mm256_slli_epi16(_mm256_cvtepi8_epi16(read<__m128i>(from)), 7);
-    return Vec(_mm512_cvtph_ps(_mm256_and_si256(halves, _mm256_set1_epi16(-0x4080))));
-#elif defined(CPU_CAPABILITY_AVX2)
-    const __m128i codes = _mm_cvtepi8_epi16(_mm_cvtsi64_si128(read<int64_t>(from)));
-    return Vec(_mm256_cvtph_ps(_mm_and_si128(_mm_slli_epi16(codes, 7), _mm_set1_epi16(-0x4080))));
-#else
-    float some[LANES];
-    for (int k = 0; k < LANES; ++k)
-      some[k] = c10::Float8_e4m3fn(from[k], c10::Float8_e4m3fn::from_bits()) * 0x1p-8f;
-    return Vec::loadu(some);
-#endif
+    uint16_t halves[LANES];
+    for (int k = 0; k < LANES; ++k) halves[k] = static_cast<int8_t>(from[k]) << 7 & 0xbf80;
+    return widened(reinterpret_cast<const Half*>(halves));
   }
   static void unpack(const uint8_t* from, const Pair& by, Vec (&out)[EACH]) {
     const Vec scale = by.scale * Vec(256.0f);
@@ -147,7 +128,7 @@ struct G4 : InRows<16, T, 2> {
   }
   static void unpack(const uint8_t* from, const State& by, Vec (&out)[EACH]) {
     for (int i = 0; i < 2; ++i) {
-      const __m256i codes = reinterpret_cast<__m256i>(bytes(from + i * LANES));
+      const __m256i codes = reinterpret_cast<__m256i>(bytes<uint8_t>(from + i * LANES));
       out[i] = found(by, codes, 0), out[i + 2] = found(by, codes, 4);
     }
   }
@@ -155,17 +136,11 @@ struct G4 : InRows<16, T, 2> {
 #else
 template <typename T>
 struct G4 : InRows<16, T, 2> {
-  struct State {
-    float numbers[16];
-    State(float scale, float zero) {
-      for (int first = 0; first < 16; first += LANES)
-        meant<T>(first, scale, zero).store(numbers + first);
+  static void unpack(const uint8_t* from, const Pair& by, Vec (&out)[EACH]) {
+    for (int i = 0; i < UNIT; i += LANES) {
+      const Vec codes = floats(bytes<uint8_t>(from + i % 16) >> i / 16 * 4 & 15);
+      out[i / LANES] = rounded_to((codes - by.zero) * by.scale, T{});
     }
-  };
-  static void unpack(const uint8_t* from, const State& by, Vec (&out)[EACH]) {
-    float some[UNIT];
-    for (int i = 0; i < UNIT; ++i) some[i] = by.numbers[from[i % 16] >> i / 16 * 4 & 15];
-    for (int i = 0; i < EACH; ++i) out[i] = Vec::loadu(some + i * LANES);
   }
 };
 #endif

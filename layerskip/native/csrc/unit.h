@@ -14,14 +14,11 @@
 #include <cstdint>
 #include <cstring>
 
-#ifndef EMULATED_TILES
-// inline assembly, because the intrinsics would need compiler flags of their own
 #if defined(CPU_CAPABILITY_AVX512) && defined(__linux__) && __has_include(<amxbf16intrin.h>)
 #define HAS_TILES
 #include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
-#endif
 #endif
 
 namespace tiles {
@@ -43,7 +40,13 @@ struct alignas(64) Shapes {
   }
 };
 
-#if defined(HAS_TILES)
+#ifdef EMULATED_TILES
+#include "emulated_tiles.h"
+#else
+
+// Inline assembly, because the intrinsics would need compiler flags of their own.
+#ifdef HAS_TILES
+#define ON_UNIT(...) asm volatile(__VA_ARGS__)
 
 bool has_unit() {
   unsigned a, b, c, d;  // bits 22, 24 and 25 of d: AMX-BF16, AMX-TILE and AMX-INT8
@@ -55,62 +58,45 @@ bool is_allowed() {
   constexpr long REQUEST = 0x1023, TILES = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
   return syscall(SYS_arch_prctl, REQUEST, TILES) == 0;
 }
+#else
+#define ON_UNIT(...)
 
-inline void configure(const Shapes& shapes) {
-  asm volatile("ldtilecfg %0" : : "m"(shapes));
-}
+bool has_unit() { return false; }
+bool is_allowed() { return false; }
+#endif
+
+inline void configure(const Shapes& shapes) { ON_UNIT("ldtilecfg %0" : : "m"(shapes)); }
 // Restores the thread's shapes at its end: other libraries rely on theirs.
 struct Kept {
   Shapes before;
-  Kept() { asm volatile("sttilecfg %0" : "=m"(before)); }
+  Kept() { ON_UNIT("sttilecfg %0" : "=m"(before)); }
   ~Kept() { configure(before); }
 };
 
 template <int TILE>
 inline void load(const void* from, int64_t stride) {
-  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(from), "r"(stride), "i"(TILE) : "memory");
+  ON_UNIT("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(from), "r"(stride), "i"(TILE) : "memory");
 }
 template <int TILE>
 inline void zero() {
-  asm volatile("tilezero %%tmm%c0" : : "i"(TILE));
+  ON_UNIT("tilezero %%tmm%c0" : : "i"(TILE));
 }
 template <int TILE>
 inline void store(void* to, int64_t stride) {
-  asm volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(to), "r"(stride), "i"(TILE) : "memory");
+  ON_UNIT("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(to), "r"(stride), "i"(TILE) : "memory");
 }
 template <int SUMS, int ROW, int BY = INPUTS>
 inline void add_bfloats() {
-  asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(SUMS), "i"(ROW), "i"(BY));
+  ON_UNIT("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(SUMS), "i"(ROW), "i"(BY));
 }
 // Signed bytes of tile FROM times signed or unsigned ones of a weight.
 template <int SUMS, int WEIGHT, int FROM, bool SIGNED>
 inline void add_bytes() {
   if constexpr (SIGNED)
-    asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(SUMS), "i"(FROM), "i"(WEIGHT));
+    ON_UNIT("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(SUMS), "i"(FROM), "i"(WEIGHT));
   else
-    asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(SUMS), "i"(FROM), "i"(WEIGHT));
+    ON_UNIT("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(SUMS), "i"(FROM), "i"(WEIGHT));
 }
-
-#elif defined(EMULATED_TILES)
-#include "emulated_tiles.h"
-#else
-
-bool has_unit() { return false; }
-bool is_allowed() { return false; }
-inline void configure(const Shapes&) {}
-struct Kept {
-  Kept() {}
-};
-template <int TILE>
-inline void zero() {}
-template <int TILE>
-inline void load(const void*, int64_t) {}
-template <int TILE>
-inline void store(void*, int64_t) {}
-template <int SUMS, int ROW, int BY = INPUTS>
-inline void add_bfloats() {}
-template <int SUMS, int WEIGHT, int FROM, bool SIGNED>
-inline void add_bytes() {}
 
 #endif
 
