@@ -52,9 +52,7 @@ struct Arguments {
       }
       check<S>(each->after, width_);
       const int64_t outputs = each->outputs();
-      for (const Matrix& matrix : each->inputs) {
-        check_matrix<S>(matrix, matrix.rows(), width_);
-      }
+      for (const Matrix& matrix : each->inputs) check_matrix<S>(matrix, matrix.rows(), width_);
       if (each->kind == Kind::attention) {
         const int64_t own = each->heads * each->width, keys = each->kv_heads * each->width;
         check_heads<S>(each->q_norm, each->width, own);
@@ -146,8 +144,7 @@ struct Arguments {
   static void check_experts(const Matrix& matrix, int64_t count, int64_t outputs, int64_t inputs) {
     if (matrix.plain()) return ::check<S>(matrix.weight, {count, outputs, inputs}, "experts");
     check_matrix<S>(matrix, count * outputs, inputs);
-    require(matrix.plain() || outputs % panels::ROWS == 0,
-            "packed experts have whole blocks of rows");
+    require(outputs % panels::ROWS == 0, "packed experts have whole blocks of rows");
   }
 
   template <typename S>

@@ -245,27 +245,20 @@ struct Attention {
       // eager attention rounds probabilities, so their sums must be known first
       each([&](int64_t i, float* to, const float*) { part(block, i, nullptr, false, to); });
       meet();
-      std::vector<float> known;  // of each row and head, shared by all of its segments
-      const float* last = nullptr;
+      std::vector<std::vector<float>> held(rows() * layer.kv_heads);
+      const auto known = [&]() -> auto& { return held[block.row * layer.kv_heads + block.head]; };
       each([&](int64_t, const float*, const float* first) {
-        if (first == last) return;
-        last = first;
+        if (!known().empty()) return;
         for (int64_t j = 0, count = segments(block.row); j < asked; ++j) {
           float sums[2] = {NEVER, 0.0f};
           for (int64_t i = 0; i < count; ++i)
             if (const float* some = first + i * part_floats() + j * size; some[0] != NEVER)
               join_sums(sums, some);
-          known.insert(known.end(), sums, sums + 2);
+          known().insert(known().end(), sums, sums + 2);
         }
       });
       meet();
-      int64_t group = -1;
-      last = nullptr;
-      each([&](int64_t i, float* to, const float* first) {
-        group += first != last;
-        last = first;
-        part(block, i, known.data() + 2 * asked * group, true, to);
-      });
+      each([&](int64_t i, float* to, const float*) { part(block, i, known().data(), true, to); });
     } else {
       each([&](int64_t i, float* to, const float*) { part(block, i, nullptr, true, to); });
     }

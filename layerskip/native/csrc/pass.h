@@ -14,6 +14,7 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 
 #include <algorithm>
 #include <cmath>
@@ -79,14 +80,9 @@ class Pass : Arguments {
       }
     }
     const Sublayer& last = *sublayers.back();
-    if (last.kind == Kind::layer_inputs) {
-      out_ = at::empty(layer_inputs->sizes(), hidden.options());  // (B, T, L, P)
-    } else if (last.kind == Kind::head) {
-      const int64_t vocabulary = last.inputs[0].rows();
-      out_ = at::empty({rows_, count_, vocabulary}, hidden.options());  // (B, T, V)
-    } else {
-      out_ = at::empty(hidden.sizes(), hidden.options());  // (B, T, H)
-    }
+    out_ = at::empty_like(last.kind == Kind::layer_inputs ? *layer_inputs : hidden);
+    if (last.kind == Kind::head)
+      out_ = at::empty({rows_, count_, last.inputs[0].rows()}, hidden.options());  // (B, T, V)
   }
 
   Tensor run() {
@@ -397,17 +393,15 @@ class Pass : Arguments {
           out[i] = static_cast<S>(rounded<S>(static_cast<float>(out[i]) / by) * times);
     }
     if (layer.softcap > 0) {
-      const float cap = static_cast<float>(layer.softcap);
+      const Vec cap(static_cast<float>(layer.softcap));
       for (int64_t t = 0; t < tokens_; ++t) {
         S* logits = out + t * vocabulary;
         float some[LANES];
         for (int64_t i = mine.first; i < mine.last; i += LANES) {
           const int64_t here = std::min(LANES, mine.last - i);
-          for (int64_t j = 0; j < here; ++j)
-            some[j] = rounded<S>(static_cast<float>(logits[i + j]) / cap);
-          widened(some, here).tanh().store(some);
-          for (int64_t j = 0; j < here; ++j)
-            logits[i + j] = static_cast<S>(rounded<S>(some[j]) * cap);
+          const Vec part = rounded<S>(widened(logits + i, here) / cap);
+          (rounded<S>(part.tanh()) * cap).store(some);
+          std::copy_n(some, here, logits + i);
         }
       }
     }
