@@ -120,14 +120,55 @@ class Native(Fused):
         self._fresh = set[Tensor]()  # weights that have not been moved to huge pages yet
 
     def attention(self, part: LayerParts, variant: Variant) -> Block:
-        fused, number = super().attention(part, variant), self._plan_attention(part, variant)
+        module, matrix = part.attention, self._matrix(variant)
+        q_norm, k_norm, v_norm = map(self._norm, part.head_norms)
+        number = self.plan.add(
+            "attention",
+            before=self._norm(part.before),
+            after=self._norm(part.after),
+            inputs=[*map(matrix, part.projections)],
+            output=matrix(module.o_proj),
+            gate=None if part.gate is None or part.joined else matrix(part.gate),
+            joined=part.joined,
+            sinks=part.sinks,
+            q_norm=q_norm,
+            k_norm=k_norm,
+            v_norm=v_norm,
+            heads=module.o_proj.weight.shape[1] // module.head_dim,
+            kv_heads=part.heads[0],
+            width=module.head_dim,
+            window=part.window or 0,
+            sink=part.sink,
+            angles=self.model.kinds.index(part.kind),
+            scale=module.scaling,
+            softcap=part.score_cap or 0.0,
+            query_factor=part.query_factor,
+            pairs=part.family.pairs,
+            late_norms=part.family.late_norms,
+            eager=self.model.eager,
+            times=part.residual,
+        )
+        fused = super().attention(part, variant)
         return NativeBlock(self, number, fused, part.keys, part.heads)
 
     def mlp(self, part: LayerParts, variant: Variant) -> Block:
         fused = super().mlp(part, variant)
         if variant.bits is not None and not _in_blocks(part):
             return fused
-        return NativeBlock(self, self._plan_mlp(part, variant), fused)
+        mixture, dense, matrix = part.mixture, part.dense, self._matrix(variant)
+        number = self.plan.add(
+            "mlp",
+            before=self._norm(part.pre),
+            after=self._norm(part.post),
+            inputs=[*map(matrix, part.expansions)] if dense else [],
+            output=matrix(part.mlp.down_proj) if dense else None,
+            act=self._activation(part.activation if dense else None),
+            gated=part.family.gated,
+            times=part.residual,
+            tail=self._tail(part) if part.tail else None,
+            mixture=None if mixture is None else self._mixture(mixture, variant),
+        )
+        return NativeBlock(self, number, fused)
 
     def sublayer(self, number: int, variant: Variant | None = EXACT) -> Block:
         block = super().sublayer(number, variant)
@@ -141,8 +182,8 @@ class Native(Fused):
             return super().layer_inputs(hidden, rows)
         made: Tensor = self.plan.run(
             hidden, [self._inputs_number], [], [], [], [], layer_inputs=rows
-        )  # (B, T, L, P)
-        return made
+        )
+        return made  # (B, T, L, P)
 
     @cached_property
     def _inputs_number(self) -> int:
@@ -238,53 +279,6 @@ class Native(Fused):
         out: Tensor = self.plan.run(hidden, numbers, keys, values, firsts, angles, bases, **more)
         after = blocks[-1].after
         return out if after is None else after(out)
-
-    def _plan_attention(self, part: LayerParts, variant: Variant) -> int:
-        module, matrix = part.attention, self._matrix(variant)
-        q_norm, k_norm, v_norm = map(self._norm, part.head_norms)
-        number: int = self.plan.add(
-            "attention",
-            before=self._norm(part.before),
-            after=self._norm(part.after),
-            inputs=[*map(matrix, part.projections)],
-            output=matrix(module.o_proj),
-            gate=None if part.gate is None or part.joined else matrix(part.gate),
-            joined=part.joined,
-            sinks=part.sinks,
-            q_norm=q_norm,
-            k_norm=k_norm,
-            v_norm=v_norm,
-            heads=module.o_proj.weight.shape[1] // module.head_dim,
-            kv_heads=part.heads[0],
-            width=module.head_dim,
-            window=part.window or 0,
-            sink=part.sink,
-            angles=self.model.kinds.index(part.kind),
-            scale=module.scaling,
-            softcap=part.score_cap or 0.0,
-            query_factor=part.query_factor,
-            pairs=part.family.pairs,
-            late_norms=part.family.late_norms,
-            eager=self.model.eager,
-            times=part.residual,
-        )
-        return number
-
-    def _plan_mlp(self, part: LayerParts, variant: Variant) -> int:
-        mixture, dense, matrix = part.mixture, part.dense, self._matrix(variant)
-        number: int = self.plan.add(
-            "mlp",
-            before=self._norm(part.pre),
-            after=self._norm(part.post),
-            inputs=[*map(matrix, part.expansions)] if dense else [],
-            output=matrix(part.mlp.down_proj) if dense else None,
-            act=self._activation(part.activation if dense else None),
-            gated=part.family.gated,
-            times=part.residual,
-            tail=self._tail(part) if part.tail else None,
-            mixture=None if mixture is None else self._mixture(mixture, variant),
-        )
-        return number
 
     def _mixture(self, mixture: Mixture, variant: Variant) -> Any:
         weights = mixture.experts
