@@ -55,8 +55,8 @@ struct Arguments {
       for (const Matrix& matrix : each->inputs) check_matrix<S>(matrix, matrix.rows(), width_);
       if (each->kind == Kind::attention) {
         const int64_t own = each->heads * each->width, keys = each->kv_heads * each->width;
-        check_heads<S>(each->q_norm, each->width, own);
-        check_heads<S>(each->k_norm, each->width, keys);
+        check<S>(each->q_norm, of_all(each->q_norm, each->width) ? own : each->width);
+        check<S>(each->k_norm, of_all(each->k_norm, each->width) ? keys : each->width);
         check<S>(each->v_norm, each->width);
         require(outputs == each->projected() - (each->alike() ? keys : 0),
                 "queries, keys and values of ", outputs,
@@ -96,12 +96,6 @@ struct Arguments {
   template <typename S>
   static void check(const std::optional<Norm>& norm, int64_t width) {
     if (norm && norm->weight) ::check<S>(*norm->weight, {width}, "a norm's weight");
-  }
-
-  // A norm of each head, or of all heads together.
-  template <typename S>
-  static void check_heads(const std::optional<Norm>& norm, int64_t width, int64_t all) {
-    if (norm) check<S>(norm, of_all(*norm, width) ? all : width);
   }
 
   template <typename S>

@@ -19,9 +19,7 @@ namespace panels {
 namespace {
 
 using c10::Half;
-using integers::floats;
-using integers::Int;
-using integers::read;
+using namespace integers;
 
 constexpr int64_t UNIT = 32;  // columns
 
@@ -31,12 +29,6 @@ inline Int bytes(const uint8_t* from) {
   int32_t out[LANES];
   for (int k = 0; k < LANES; ++k) out[k] = static_cast<T>(from[k]);
   return read<Int>(out);
-}
-
-// LANES numbers of a type.
-template <typename T>
-inline Vec numbers_of(const uint8_t* from) {
-  return widened(reinterpret_cast<const T*>(from));
 }
 
 // Codes of 4, 5, 6 or 8 bits, in lines of 4 columns of all rows. Codes of 4 bits share the bytes of
@@ -85,7 +77,7 @@ struct Head {
   static uint8_t scale(const uint8_t*, int64_t, int64_t) { return 0; }
   // Factor k of LANES rows.
   static Vec factor(const uint8_t* head, int64_t k, int64_t lane) {
-    return numbers_of<T>(head + sizeof(T) * (ROWS * k + lane));
+    return widened(reinterpret_cast<const T*>(head) + ROWS * k + lane);
   }
 };
 

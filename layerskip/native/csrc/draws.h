@@ -264,9 +264,8 @@ inline std::tuple<at::Tensor, at::Tensor, at::Tensor> drawn(
       for (size_t i = 0; i < kept.size(); ++i) best.see(kept[i].score + numbers[i], kept[i].token);
     }
     kept.clear();
-    const float none = std::numeric_limits<float>::quiet_NaN();
     tokens.data_ptr<int64_t>()[n] = best.known ? best.place : -1;
-    behind.data_ptr<float>()[n] = best.known ? best.second - best.first : none;
+    behind.data_ptr<float>()[n] = best.known ? best.second - best.first : NAN;
     next.data_ptr<int64_t>()[n] = best.known ? best.next : -1;
   }
   return {tokens, behind, next};

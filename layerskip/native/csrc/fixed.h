@@ -20,16 +20,14 @@
 namespace panels {
 namespace {
 
-using integers::VECTORS;
-
 constexpr int64_t SIDE = 4;  // the most panels that are multiplied together
 // Lines that are unrolled: without wide vectors, compilers would take minutes to unroll them all.
-constexpr int UNROLLED = integers::KNOWS_DOTS ? 8 : 1;
+constexpr int UNROLLED = KNOWS_DOTS ? 8 : 1;
 
 // The most tokens of a step on vectors, and the panels that are multiplied together then: as many
 // as the registers have room for.
 template <typename F>
-constexpr int MOST = F::ROUGH && integers::KNOWS_DOTS ? 8 : 4;
+constexpr int MOST = F::ROUGH && KNOWS_DOTS ? 8 : 4;
 constexpr int64_t side_of(int64_t tokens) {
   if (tokens == 1) return SIDE;
   return MANY_REGISTERS ? 2 : 1;
@@ -164,7 +162,7 @@ void by_vectors(const Shape& shape, const uint8_t* panel, int64_t first, int64_t
       for (int v = 0; v < VECTORS; ++v) {
         // Loads inputs again for each register; compilers would keep them all on the stack.
         asm volatile("" : "+r"(bytes));
-        integers::Dots<DOTS, F::BITS, SIZE> some[PANELS][PLANES * COUNT];
+        Dots<DOTS, F::BITS, SIZE> some[PANELS][PLANES * COUNT];
         if constexpr (F::ZERO > 0)
 #pragma GCC unroll 8
           for (int t = 0; t < COUNT; ++t)
@@ -231,7 +229,7 @@ inline std::vector<float>& room_of(int64_t size) {
 template <typename F, typename Shape>
 void multiply_on_vectors(const Shape& shape, const uint8_t* weight, int64_t first, int64_t last,
                          void* room, int64_t tokens, const uint8_t* then, Write write) {
-  static const bool dots = integers::has_dots();
+  static const bool dots = has_dots();
   const Steps steps{tokens, MOST<F>};
   const int64_t side = side_of(tokens), bytes = UNIT * Fixed<ForVectors<F, true>>::BYTES / F::PART;
   const int64_t group = side * std::clamp<int64_t>(KEPT / (side * shape.bytes), 1, 16 / side);
@@ -250,7 +248,7 @@ void multiply_on_vectors(const Shape& shape, const uint8_t* weight, int64_t firs
           here = panels - p < side ? 1 : side;
           const uint8_t* next = at + (p + here) * shape.bytes;
           if (row + (p + here) * ROWS >= last) next = then;
-          const auto some = dots ? step_for<F, integers::KNOWS_DOTS, Shape>(count, here)
+          const auto some = dots ? step_for<F, KNOWS_DOTS, Shape>(count, here)
                                  : step_for<F, false, Shape>(count, here);
           some(shape, at + p * shape.bytes, unit, std::min(shape.units, unit + span), room, before,
                step ? nullptr : next, totals.data() + p * ROWS, stride);

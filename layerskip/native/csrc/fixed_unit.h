@@ -60,7 +60,7 @@ inline void unpack_part(const uint8_t* codes, int part, uint8_t* to) {
   for (int i = 0; i < LINES * VECTORS; ++i, to += sizeof(Int)) {
     Int line = F::line(codes, part * LINES + i / VECTORS, i % VECTORS);
     constexpr auto ZERO = static_cast<uint8_t>(std::max(F::ZERO, 0));
-    line = reinterpret_cast<Int>(reinterpret_cast<integers::Byte>(line) - ZERO);
+    line = reinterpret_cast<Int>(reinterpret_cast<Byte>(line) - ZERO);
     if (ForUnit<F>::PIECES == 4) {
       std::memcpy(to + 64 * LINES, &line, sizeof(line));
       line = (line & 0x0f0f0f0f) << 4;

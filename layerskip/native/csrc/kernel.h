@@ -10,7 +10,6 @@
 #include <cstring>
 #include <limits>
 #include <utility>
-#include <vector>
 
 #include "products.h"
 #include "sublayer.h"

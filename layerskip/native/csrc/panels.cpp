@@ -123,7 +123,7 @@ void multiply_fixed(const Layout& layout, const uint8_t* weight, int64_t first, 
 template <typename F>
 void pack_fixed(const float* x, int64_t columns, int64_t tokens, float* room, int64_t begin,
                 int64_t end, const int32_t* order, bool on_unit) {
-  static const bool dots = integers::has_dots();
+  static const bool dots = has_dots();
   const int64_t parts = (columns + F::PART - 1) / F::PART;
   const auto put = [&](auto split, int64_t first, int64_t last, int64_t count) {
     const Fixed<decltype(split)> to(room, parts, first, count);

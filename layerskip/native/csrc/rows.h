@@ -28,7 +28,7 @@ inline Vec rounded_to(const Vec& x, float) { return x; }
 // all products of a bfloat16 and a code of up to 9 bits has shown that ties go to even.
 inline Vec rounded_to(const Vec& x, BFloat16) {
 #ifdef INTRINSIC
-  integers::Float wide = x * Vec(65537.0f);
+  Float wide = x * Vec(65537.0f);
   asm("" : "+v"(wide));
   return Vec(wide) - (Vec(wide) - x);
 #else
@@ -65,7 +65,7 @@ struct InRows {
 template <typename N>
 struct Plain : InRows<UNIT * sizeof(N), N, 0> {
   static void unpack(const uint8_t* from, const Pair&, Vec (&out)[EACH]) {
-    for (int i = 0; i < EACH; ++i) out[i] = numbers_of<N>(from + i * sizeof(N) * LANES);
+    for (int i = 0; i < EACH; ++i) out[i] = widened(reinterpret_cast<const N*>(from) + i * LANES);
   }
 };
 
