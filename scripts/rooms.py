@@ -6,13 +6,10 @@ from collections import defaultdict
 from functools import cache
 from pathlib import Path
 
-import matplotlib as mpl
-from matplotlib.figure import Figure
-
 import layerskip
 
 ROOT = Path(__file__).parents[1]
-PAGE, PICTURE = ROOT / "docs" / "architecture.md", ROOT / "docs" / "architecture.svg"
+PAGE = ROOT / "docs" / "architecture.md"
 
 
 @cache
@@ -68,11 +65,6 @@ def arrows() -> dict[str, set[str]]:
     return dict(found)
 
 
-def floor(name: str, to: dict[str, set[str]]) -> int:
-    """How many rooms lie below a room, one above the other."""
-    return max((1 + floor(below, to) for below in to[name]), default=0)
-
-
 def reached(name: str, to: dict[str, set[str]]) -> set[str]:
     return to[name].union(*(reached(below, to) for below in to[name]))
 
@@ -83,49 +75,14 @@ def direct(to: dict[str, set[str]]) -> dict[str, set[str]]:
 
 
 def filled(page: str) -> str:
-    """The page with the last column of its table of rooms as the imports are."""
-    for name, below in direct(arrows()).items():
+    """The page with its picture, and the last column of its table, as the imports are."""
+    arrows_of, drawn = direct(arrows()), ""
+    for name, below in sorted(arrows_of.items()):
         listed = ", ".join(f"`{each}`" for each in sorted(below)) or "nothing"
         page = re.sub(rf"(?m)^(\| `{name}` \|.*\|) .*? \|$", rf"\1 {listed} |", page)
-    return page
-
-
-def draw(to: dict[str, set[str]]) -> Figure:
-    """Draw the rooms by floor, with the direct arrows."""
-    shown = direct(to)
-    floors: dict[int, list[str]] = defaultdict(list)
-    for name in sorted(to):
-        floors[floor(name, to)].append(name)
-    places: dict[str, tuple[float, float]] = {}
-    for height in sorted(floors, reverse=True):
-        names = floors[height]
-        above = {
-            name: [x for each, (x, _) in places.items() if name in shown[each]] for name in names
-        }
-        names.sort(key=lambda name: sum(above[name]) / max(1, len(above[name])))
-        places |= {name: ((n + 0.5) / len(names) * 8, height) for n, name in enumerate(names)}
-    figure = Figure(figsize=(8, 0.62 * len(floors)), layout="constrained")
-    axes = figure.subplots()
-    axes.set(xlim=(0, 8), ylim=(-0.5, len(floors) - 0.5))
-    axes.axis("off")
-    box = {"boxstyle": "round,pad=0.35", "facecolor": "#eef3f8", "edgecolor": "#59636e"}
-    boxes = {
-        name: axes.text(*place, name, ha="center", va="center", bbox=box, zorder=2)
-        for name, place in places.items()
-    }
-    figure.draw_without_rendering()  # computes the boxes, at which arrows end
-    for name, (x, y) in places.items():
-        for below in sorted(shown[name]):
-            across, down = places[below][0] - x, y - places[below][1]
-            bend = 0.0 if down == 1 else -0.2 if across < 0 else 0.2 if across else 0.5
-            ends = {"patchA": boxes[name].get_bbox_patch(), "patchB": boxes[below].get_bbox_patch()}
-            how = {"arrowstyle": "-|>", "color": "#59636e", "shrinkA": 0, "shrinkB": 0}
-            how |= ends | {"connectionstyle": f"arc3,rad={bend}"}
-            axes.annotate("", places[below], (x, y), arrowprops=how, zorder=1)
-    return figure
+        drawn += "".join(f"    {name} --> {each}\n" for each in sorted(below))
+    return re.sub(r"(?s)(```mermaid\nflowchart TD\n).*?(?=```)", rf"\1{drawn}", page)
 
 
 if __name__ == "__main__":
     PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-    with mpl.rc_context({"svg.hashsalt": "layerskip", "font.family": ["DejaVu Sans"]}):
-        draw(arrows()).savefig(PICTURE, metadata={"Date": None})
