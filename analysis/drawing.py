@@ -7,14 +7,17 @@ the same without colour.
 from __future__ import annotations
 
 import io
+import re
 import textwrap
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import pandas as pd
+from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -53,6 +56,33 @@ class Plot:
     alt: str
     figure: Figure
 
+    @cached_property
+    def svg(self) -> str:
+        """The picture, in the style of the moment."""
+        drawn = io.StringIO()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Glyph")  # for scripts that the font lacks
+            self.figure.savefig(drawn, format="svg", metadata={"Date": None})
+        return drawn.getvalue()
+
+    @property
+    def box(self) -> str:
+        """The corners of its coordinates, as in SVG."""
+        found = re.search('viewBox="([^"]+)"', self.svg)
+        assert found is not None
+        return found[1]
+
+    def drawing(self, prefix: str) -> Markup:
+        """What its `svg` element holds, with prefixed ids and in the page's colours."""
+        root = self.svg.index(">", self.svg.index("<svg")) + 1
+        # A style element would affect the rest of the page; the root's attribute is inherited.
+        inner = re.sub(r"<metadata>.*?</metadata>", "", self.svg[root:], flags=re.DOTALL)
+        inner = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>", "", inner, count=1, flags=re.DOTALL)
+        inner = re.sub(r'(\bid="|href="#|url\(#)', rf"\1{prefix}", inner)
+        for colour, name in {INK: "ink", PAPER: "paper", MUTED: "muted", LINE: "line"}.items():
+            inner = inner.replace(colour, f"var(--{name})")
+        return Markup(inner)
+
 
 def new_axes(height: float) -> Axes:
     return Figure(figsize=(WIDTH, height), layout="constrained").subplots()
@@ -70,14 +100,6 @@ def finished(axes: Axes, name: str, title: str, alt: str, x: str, y: str = "") -
         labels = [textwrap.fill(clipped(label, 120), 56) for label in labels]
         figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=9)
     return Plot(name, title, alt, figure)
-
-
-def svg(plot: Plot) -> str:
-    drawn = io.StringIO()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph")  # for scripts that the font lacks
-        plot.figure.savefig(drawn, format="svg", metadata={"Date": None})
-    return drawn.getvalue()
 
 
 def lines(axes: Axes, table: pd.DataFrame, by: str, x: str, y: str, form: str) -> str:

@@ -11,7 +11,7 @@ import matplotlib as mpl
 import pandas as pd
 from matplotlib.ticker import MaxNLocator
 
-from layerskip.analysis.drawing import STYLE, Plot, finished, lines, listed, new_axes, svg
+from layerskip.analysis.drawing import STYLE, Plot, finished, lines, listed, new_axes
 from layerskip.analysis.labels import distinct_labels, printable
 from layerskip.analysis.verdict import Verdict
 from layerskip.files.trainings import LARGEST_RISE, read_exit_training, rise
@@ -63,7 +63,7 @@ def draw_agreement(drafts: Sequence[Mapping[str, Any]]) -> str:
     exact = [{"exit": each["exit"], **each["right"]} for each in drafts if each["bits"] is None]
     table = pd.DataFrame(exact).melt("exit", var_name="law", value_name="accepted")
     with mpl.rc_context(STYLE):
-        return svg(_by_depth(table, "law"))
+        return _by_depth(table, "law").svg
 
 
 def _by_depth(table: pd.DataFrame, by: str) -> Plot:

@@ -16,38 +16,11 @@ import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from layerskip.analysis.drawing import INK, LINE, MUTED, PAPER
+from layerskip.analysis.drawing import Plot
 from layerskip.analysis.labels import hardware, law_words, machine_words
 from layerskip.analysis.run_tables import ENDS
 from layerskip.analysis.verdict import Verdict
 from layerskip.files.records import redacted
-
-
-@dataclass(frozen=True)
-class Picture:
-    """A plot as shown on the page."""
-
-    title: str
-    alt: str
-    svg: str
-
-    @property
-    def box(self) -> str:
-        """The corners of its coordinates, as in SVG."""
-        found = re.search('viewBox="([^"]+)"', self.svg)
-        assert found is not None
-        return found[1]
-
-    def drawing(self, prefix: str) -> Markup:
-        """What its `svg` element holds, with prefixed ids and in the page's colours."""
-        root = self.svg.index(">", self.svg.index("<svg")) + 1
-        # A style element would affect the rest of the page; the root's attribute is inherited.
-        inner = re.sub(r"<metadata>.*?</metadata>", "", self.svg[root:], flags=re.DOTALL)
-        inner = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>", "", inner, count=1, flags=re.DOTALL)
-        inner = re.sub(r'(\bid="|href="#|url\(#)', rf"\1{prefix}", inner)
-        for colour, name in {INK: "ink", PAPER: "paper", MUTED: "muted", LINE: "line"}.items():
-            inner = inner.replace(colour, f"var(--{name})")
-        return Markup(inner)
 
 
 @dataclass(frozen=True)
@@ -64,7 +37,7 @@ class Section:
     kind: str
     subject: Any
     verdict: Verdict | None
-    pictures: Sequence[Picture]
+    pictures: Sequence[Plot]
     tables: Mapping[str, pd.DataFrame]
 
 

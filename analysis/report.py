@@ -22,7 +22,7 @@ from layerskip.analysis import (
     verdict,
 )
 from layerskip.analysis.labels import slug_of, visible
-from layerskip.analysis.page import Picture, Section, page
+from layerskip.analysis.page import Section, page
 from layerskip.analysis.runs import Run, load_runs
 from layerskip.analysis.search_plots import search_plots
 from layerskip.files.documents import kind_of
@@ -180,9 +180,8 @@ def _sections(
             with mpl.rc_context(drawing.STYLE):
                 for plot in kind.plots(subject):
                     progress(f"drawing {plot.title}")
-                    drawn = drawing.svg(plot)
-                    _write(folder / "plots" / f"{prefix}{plot.name}.svg", drawn)
-                    pictures.append(Picture(plot.title, plot.alt, drawn))
+                    _write(folder / "plots" / f"{prefix}{plot.name}.svg", plot.svg)
+                    pictures.append(plot)
             if name == "run":
                 shown = {table: _headlines(subject, table, shown[table]) for table in shown}
             place = subject.label, f"{name}-{number}", name, subject
