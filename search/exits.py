@@ -92,9 +92,7 @@ def check_exits(
         drafts.append(tried(layer))
     if (positions := drafts[0]["positions"]["greedy"]) >= ENOUGH:  # the plan asks no more
         counts = {each["exit"]: round(each["right"]["greedy"] * positions) for each in drafts}
-        agreement = agreement_of(opened)
-        agreement.positions, agreement.right = 0, {}
-        agreement.add(0, positions, counts)
+        agreement_of(opened).replace(positions, counts)
     if bits is None:
         return drafts
     best = max(drafts, key=promise)["exit"]

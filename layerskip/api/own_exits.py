@@ -76,6 +76,11 @@ class Agreement:
         counts = {"tokens": self.tokens, "positions": self.positions, "right": self.right}
         keep(self.file, counts)
 
+    def replace(self, positions: int, right: Mapping[int, int]) -> None:
+        """Keep counts in place of those so far."""
+        self.positions, self.right = 0, {}
+        self.add(0, positions, right)
+
     def best(self, model: OpenedModel) -> int | None:
         """The exit that is expected to gain most, by bytes read; None if none gains."""
         gains = {layer: _gain(model, layer, self.share(layer)) for layer in self.right}
