@@ -22,8 +22,6 @@ from layerskip.files.searches import read_search
 
 PAYS = 1.005
 """Maximum predicted speedup of a draft that counts as not paying."""
-GUIDED = ("gp", "tpe", "ours")
-"""Proposers that use a model of the other trials; earlier versions wrote "ours"."""
 
 
 @dataclass(frozen=True)

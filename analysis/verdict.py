@@ -12,6 +12,7 @@ import pandas as pd
 from layerskip.analysis import run_tables, search_tables, training_tables
 from layerskip.analysis.labels import ranged, setting
 from layerskip.analysis.runs import ALL, Run
+from layerskip.files.searches import GUIDED
 
 MANY_LOOPS = 0.1  # share of looping texts above which the headline is too favourable
 FEW_PROMPTS = 8
@@ -141,7 +142,7 @@ def judge_search(search: search_tables.SearchTables) -> Verdict:
         if best is not None and best["name"] != row["name"]:
             verdict.lines.append(f"The best early exit, {best['name']}, {_speed(best)}.")
     failed = int((search.trials["state"] != "complete").sum())
-    guided = search.complete["origin"].isin(search_tables.GUIDED).sum()
+    guided = search.complete["origin"].isin(GUIDED).sum()
     verdict.lines.append(
         f"{len(search.complete)} trials finished, {guided} of them guided"
         f"{f' ({failed} more failed)' if failed else ''}; no set of the "

@@ -21,6 +21,7 @@ from optuna.samplers import BaseSampler, GPSampler, RandomSampler, TPESampler
 from optuna.storages import JournalStorage
 from optuna.trial import FrozenTrial, TrialState
 
+from layerskip.files.searches import GUIDED
 from layerskip.search.objective import Evaluation, Losing, OutOfTime
 from layerskip.search.space import Space
 from layerskip.search.storage import open_storage, quiet, readable_errors
@@ -28,8 +29,6 @@ from layerskip.search.warm_starts import WARM_STARTS
 from layerskip.timing.threads import cpu_threads
 
 SamplerName = Literal["gp", "tpe", "random"]
-GUIDED = ("gp", "tpe", "ours")
-"""Origins of trials that a model of the others proposed; earlier versions wrote "ours"."""
 STARTUP = 4
 """Finished trials from which on the Gaussian process proposes."""
 MODELLED = 100

@@ -16,6 +16,8 @@ from layerskip.files.documents import read
 from layerskip.files.schema import COUNT, POSITIVE, SHARE, Maybe, flag, has, items, optional, text
 
 SCHEMA = 2
+GUIDED = ("gp", "tpe", "ours")
+"""Origins of trials that a model of the others proposed; earlier versions wrote "ours"."""
 
 
 def read_search(path: str | os.PathLike[str]) -> dict[str, Any]:
