@@ -1,4 +1,4 @@
-"""How models write tool calls and reasoning: one small file per format."""
+"""How models write tool calls and reasoning, by name."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from typing import Any, TypeVar
 
 from layerskip.serving.formats.base import Format
 from layerskip.serving.formats.gemma import FunctionGemma, Gemma4
-from layerskip.serving.formats.hermes import Hermes
-from layerskip.serving.formats.llama3 import Llama3
-from layerskip.serving.formats.mistral import Mistral
+from layerskip.serving.formats.json_objects import Hermes, Llama3, Mistral
 
 T = TypeVar("T")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from layerskip.serving.formats.base import Call, Format
@@ -45,8 +45,8 @@ class Reader:
         self._format, self._names, self._several = format_, names, several
         self._reasoning = reasoning
         self._inside = inside and reasoning is not None
-        self._call: Call | None = None
-        self._mark = ""  # of the current call
+        self._call: Callable[[str], Call] | None = None  # what reads the current call
+        self._mark = ""  # of it
         self._reported: int | None = None  # number of reported characters of its arguments
         self._between = False  # after a call, perhaps before another
         self._begun = False  # whether there is content other than spaces before or between calls
@@ -73,7 +73,7 @@ class Reader:
         if self._inside:
             return self._reason(deltas, last)
         if self._call is not None:
-            return self._read_call(self._call, deltas, last)
+            return self._read_call(self._call(self._text), deltas, last)
         if self.calls and not self._several:
             return False
         return self._go_on(last) if self._between else self._search(deltas, last)
@@ -130,13 +130,10 @@ class Reader:
             deltas.append({"content": text})
 
     def _read_call(self, call: Call, deltas: list[Delta], last: bool) -> bool:
-        text, self._text = self._text, ""
-        call.feed(text)
-        ended = call.rest is not None
+        ended, rest = call.rest is not None, call.rest or ""
         if call.name not in self._names:
             if ended or last:  # not a call, but content
-                rest = call.rest or ""
-                shown = self._mark + call.text[: len(call.text) - len(rest)]
+                shown = self._mark + self._text[: len(self._text) - len(rest)]
                 deltas.append({"content": shown})
                 self._text, self._call, self._begun = rest, None, True
             return ended
@@ -149,8 +146,8 @@ class Reader:
             delta["function"]["arguments"] = new
             deltas.append({"tool_calls": [delta]})
         self._reported = len(call.arguments)
-        if call.rest is not None or last:
-            self._text, self._call, self._begun = call.rest or "", None, False
+        if ended or last:
+            self._text, self._call, self._begun = rest, None, False
             self._between, self.calls = True, self.calls + 1
         return ended
 

@@ -4,40 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from layerskip.serving.formats.base import Call, Format, Mark, Tool, schema_of
 from layerskip.serving.formats.schemas import Rules
-
-
-class _GemmaCall(Call):
-    """A call that is read only when complete, as its arguments are not JSON."""
-
-    def __init__(self, end: str, quote: str) -> None:
-        super().__init__()
-        self._end, self._quote = end, quote
-
-    def _read(self) -> None:
-        parts = self.text.split(self._quote)  # every second one is a string
-        last = next((n for n in range(0, len(parts), 2) if self._end in parts[n]), None)
-        if last is None:
-            return
-        parts[last], _, rest = parts[last].partition(self._end)
-        self.rest = self._quote.join([rest, *parts[last + 1 :]])
-        named = re.match(r"\s*call:([\w.-]+)\s*(?=\{)", parts[0])
-        if named is None:
-            return
-        parts[0] = parts[0][named.end() :]
-        arguments = "".join(
-            json.dumps(part, ensure_ascii=False) if number % 2 else _WORD.sub(_as_key, part)
-            for number, part in enumerate(parts[: last + 1])
-        )
-        try:
-            _, length = _DECODER.raw_decode(arguments)
-        except (ValueError, RecursionError):  # perhaps thousands of brackets
-            return
-        self.name, self.arguments = named[1], arguments[:length]
-
 
 _WORD = re.compile(r"([^{}\[\],:]+)(:?)")
 _DECODER = json.JSONDecoder(parse_int=str, parse_float=str, parse_constant=int)  # refuses NaN
@@ -55,8 +25,30 @@ class Gemma4(Format):
     def __init__(self) -> None:
         self.marks = (self.begin, self.end, self.quote)
 
-    def call(self) -> Call:
-        return _GemmaCall(self.end, self.quote)
+    def call(self) -> Callable[[str], Call]:
+        return self._read
+
+    def _read(self, text: str) -> Call:
+        """Read a call when it is complete, as its arguments are not JSON."""
+        parts = text.split(self.quote)  # every second one is a string
+        last = next((n for n in range(0, len(parts), 2) if self.end in parts[n]), None)
+        if last is None:
+            return Call()
+        parts[last], _, rest = parts[last].partition(self.end)
+        rest = self.quote.join([rest, *parts[last + 1 :]])
+        named = re.match(r"\s*call:([\w.-]+)\s*(?=\{)", parts[0])
+        if named is None:
+            return Call(rest=rest)
+        parts[0] = parts[0][named.end() :]
+        arguments = "".join(
+            json.dumps(part, ensure_ascii=False) if number % 2 else _WORD.sub(_as_key, part)
+            for number, part in enumerate(parts[: last + 1])
+        )
+        try:
+            _, length = _DECODER.raw_decode(arguments)
+        except (ValueError, RecursionError):  # perhaps thousands of brackets
+            return Call(rest=rest)
+        return Call(named[1], arguments[:length], rest)
 
     def grammar(self, tools: Sequence[Tool], several: bool, mark: Mark) -> str:
         begin, end, quote = map(mark, self.marks)
