@@ -276,7 +276,7 @@ def test_rows_that_came_from_something_else_are_refused_before_a_model_is_loaded
     output = tmp_path / "out"
     assert run(given, output, *SAMPLED).exit_code == 0
     before = settled(output)
-    monkeypatch.setattr("layerskip.cli.run.open_decoding", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr("layerskip.cli.run.open_model", lambda *_, **__: pytest.fail("loaded"))
     for changed, what in (
         (["--temperature", "0.8"], "other settings"),
         (["--stop", "x"], "other settings"),

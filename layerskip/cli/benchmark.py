@@ -114,7 +114,7 @@ def benchmark(
         warn_idle(idle, "without --method self")
     if not any(kind.startswith("self") for kind in kinds):
         warn_idle({"controller": controller, **how}, "without a method that drafts")
-    text = sources.text()
+    _ = sources.text  # so that errors come early
     sizes = sorted(set(batch_size or [1]))
     inputs.check_file(output, talk)
     command.with_resource(alone(output.with_name(f".{output.name}{LOCK}"), output))
@@ -165,7 +165,7 @@ def benchmark(
             given = [("layerskip", stored)]
         used = given if kinds & {"self", "self-together"} else []
         given = [(name, sources.changed(each)) for name, each in used]
-        others = opening.source_settings(sources, text, None, loaded, talk)
+        others = opening.source_settings(sources, None, loaded, talk)
         skips = [each for _, each in given]
         own = opening.own_drafts(sources, opened, skips) if "self" in kinds else {}
         engines = suite.engines(kinds, given, others, own, second, controller or [None], **how)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from layerskip.cli import flags
 from layerskip.cli.inputs import read_pictures
-from layerskip.cli.opening import open_decoding
+from layerskip.cli.opening import open_decoding, open_model
 from layerskip.cli.terminal import Talk, TextStream, reading, shown, two_columns, write_out
 from layerskip.config.skips import COLDEST
 from layerskip.files.writing import write_text
@@ -81,18 +81,15 @@ def chat(
     pictures = read_pictures(image)
     talk = Talk(quiet)
     writing = writing.checked(talk, seed)
-
-    def check(loaded: Loaded) -> None:
-        _ = loaded.processor if pictures else None  # raises for a model without vision
-        if not loaded.tokenizer.chat_template:
-            raise ValueError(
-                f"{loaded.name} has no chat template: it was not made for conversations; choose "
-                "one that was, such as HuggingFaceTB/SmolLM2-135M-Instruct, or use layerskip "
-                "generate"
-            )
-
-    with open_decoding(decoding, writing, loading, talk, check, remember="memory") as opened:
-        loaded, settings = opened.loaded, opened.settings | opened.law
+    loaded = open_model(loading, talk)
+    _ = loaded.processor if pictures else None  # raises for a model without vision
+    if not loaded.tokenizer.chat_template:
+        raise ValueError(
+            f"{loaded.name} has no chat template: it was not made for conversations; choose one "
+            "that was, such as HuggingFaceTB/SmolLM2-135M-Instruct, or use layerskip generate"
+        )
+    with open_decoding(decoding, writing, loading, loaded, talk, remember="memory") as opened:
+        settings = opened.settings | opened.law
         opened.model.backend.long_lived = True
         from layerskip.api.session import Session
 

@@ -52,7 +52,7 @@ def check(
 
     Example: layerskip check demo-llama --exit-layer 6 --low-precision 8
     """
-    if len(draft.given()) > 1:
+    if len(draft.given) > 1:
         raise ValueError("check takes one --skip or --exit-layer; run it once for each")
     chosen = as_chats(shipped_prompts(2) if prompts is None else read_given(prompts), chat)
     talk = Talk(quiet)

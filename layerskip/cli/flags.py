@@ -172,8 +172,9 @@ class Skip(Flags):
         "Draft with layers 0 to E-1 (early exit). Repeatable, like --skip.", "E"
     )
 
+    @cached_property
     def given(self) -> list[SkipConfig]:
-        """Return the skip configs. Called before the model is loaded, so that errors come early."""
+        """The skip configs."""
         if self.skip and self.exit_layer:
             raise ValueError("give --skip or --exit-layer, not both")
         exits = [SkipConfig.early_exit(layer) for layer in self.exit_layer or ()]
@@ -216,8 +217,9 @@ class Sources(Flags):
         """--draft-memory in bytes."""
         return None if self.draft_memory is None else int(self.draft_memory * 1e9)
 
+    @cached_property
     def text(self) -> str | None:
-        """Return the text of --lookup-file. Read before the model, so that errors come early."""
+        """The text of --lookup-file."""
         if self.lookup_file is None:
             return None
         if self.lookup is False:
@@ -271,7 +273,11 @@ class Pace(Flags):
 
 @dataclass(frozen=True)
 class DraftFlags(Sources, Skip):
-    """All flags that select draft sources."""
+    """All flags that select draft sources. Their files are read at once: errors come early."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _ = self.given, self.text
 
 
 @dataclass(frozen=True)

@@ -7,20 +7,15 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from layerskip.cli import flags, terminal
 from layerskip.cli.flags import flag, switch
 from layerskip.cli.inputs import as_chats, read_given, read_pictures
-from layerskip.cli.opening import open_decoding
+from layerskip.cli.opening import open_decoding, open_model
 from layerskip.files.reading import errors_of
 from layerskip.texts.prompts import Prompt
 from layerskip.texts.tokens import decode_text, plural
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from layerskip.api.loading import Loaded
 
 
 def generate(
@@ -57,13 +52,11 @@ def generate(
     writing = writing.checked(talk, seed)
     if writing.do_sample and seed is None:
         seed = int.from_bytes(os.urandom(4))
-
-    def encoded(loaded: Loaded) -> list[dict[str, Tensor]]:
-        return [*map(loaded.inputs, chosen)]
-
+    loaded = open_model(loading, talk, reads=True)
+    encoded = [*map(loaded.inputs, chosen)]
     results: list[dict[str, Any]] = []
-    with open_decoding(decoding, writing, loading, talk, encoded, reads=True) as opened:
-        loaded, tokenizer = opened.loaded, opened.loaded.tokenizer
+    with open_decoding(decoding, writing, loading, loaded, talk) as opened:
+        tokenizer = loaded.tokenizer
         settings = opened.settings | opened.law | writing.arguments(tokenizer)
 
         from layerskip.api.generation import generate as generate_tokens
@@ -72,7 +65,7 @@ def generate(
         continued: Any = partial(generate_tokens, loaded.model)
         if len(chosen) > 1 and not opened.model.encoder:
             continued = Session(loaded.model, execution=loading.execution).generate
-        for number, (each, given) in enumerate(zip(chosen, opened.found, strict=True)):
+        for number, (each, given) in enumerate(zip(chosen, encoded, strict=True)):
             own_seed = seed + number if writing.do_sample and seed is not None else None
             if len(chosen) > 1 and (stream or not as_json):
                 terminal.write_out(f"{terminal.title(f'prompt {each.id}')}\n")

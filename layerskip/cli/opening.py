@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -87,7 +87,6 @@ class Opened:
 
     Attributes:
         settings: settings of `LayerSkipDecoding`, with the choices of the plan filled in.
-        found: what the command's own check of the model returned.
         law: further arguments of `layerskip.generate`: sampling.
         formed: whether logits processors give texts a form, whose only allowed tokens are drafts.
     """
@@ -95,7 +94,6 @@ class Opened:
     loaded: Loaded
     plan: Plan
     settings: dict[str, Any]
-    found: Any
     law: dict[str, Any] = field(default_factory=dict)
     formed: bool = False
 
@@ -156,19 +154,15 @@ def second_model(sources: Sources, loading: Loading, loaded: Loaded, talk: Talk)
 
 
 def source_settings(
-    sources: Sources, text: str | None, second: Loaded | None, loaded: Loaded, talk: Talk
+    sources: Sources, second: Loaded | None, loaded: Loaded, talk: Talk
 ) -> dict[str, Any]:
-    """Return the settings of drafts that are looked up, or by a second model.
-
-    Args:
-        text: the other text in which to look up, if any.
-    """
+    """Return the settings of drafts that are looked up, or by a second model."""
     lookup: Any = sources.lookup
-    if text is not None:
+    if sources.text is not None:
         from layerskip.decoding.sources.lookup import Lookup
 
         talk.progress(f"indexing {sources.lookup_file}")
-        lookup = Lookup([loaded.tokenizer(text, add_special_tokens=False)["input_ids"]])
+        lookup = Lookup([loaded.tokenizer(sources.text, add_special_tokens=False)["input_ids"]])
     others = {"lookup": lookup, "sources": sources.source or ()}
     return others if second is None else {**others, "assistant": second.model}
 
@@ -177,27 +171,21 @@ def source_settings(
 def open_drafts(
     flags: DraftFlags,
     loading: Loading,
+    loaded: Loaded,
     talk: Talk,
-    check: Callable[[Loaded], Any] = lambda loaded: None,
     *,
     plain: bool = False,
-    reads: bool = False,
     sampling: bool = False,
     **how: Any,
 ) -> Iterator[Opened]:
     """Open a model and the plan of its drafts, including any copies of weights.
 
     Args:
-        check: called with the model before anything is measured, to refuse early.
         plain: open no drafts.
-        reads: the model may be an encoder-decoder.
         sampling: whether tokens are drawn.
         how: further settings of `LayerSkipDecoding`.
     """
-    given, text = flags.given(), flags.text()
-    loaded = open_model(loading, talk, reads=reads)
     second = None if plain else second_model(flags, loading, loaded, talk)
-    found = check(loaded)
     with open_passes(loaded, loading, talk) as model:
         from layerskip.api.generation import LayerSkipDecoding
         from layerskip.api.plan import open_plan
@@ -207,11 +195,11 @@ def open_drafts(
             settings["enabled"] = False
         else:
             stored = loaded.skip_config()
-            given = given or ([] if stored is None else [stored])
+            given = flags.given or ([] if stored is None else [stored])
             off = any(each.decoding and each.decoding.enabled is False for each in given)
             if off and second is not None:
                 given, off = [], False
-            settings |= source_settings(flags, text, second, loaded, talk)
+            settings |= source_settings(flags, second, loaded, talk)
             settings |= own_drafts(flags, model, given)
             if settings["lookup"] is None and not given:
                 settings["lookup"] = True  # a draft that flags make is not a named one
@@ -221,17 +209,17 @@ def open_drafts(
         plan = open_plan(model, decoding, sampling=sampling)
         settings |= plan.explicit
         settings["enabled"] = bool(plan.sources)
-        yield Opened(loaded, plan, settings, found)
+        yield Opened(loaded, plan, settings)
 
 
 @contextmanager
 def open_checked_drafts(flags: DraftFlags, loading: Loading, talk: Talk) -> Iterator[Opened]:
-    """Like `open_drafts`, for commands that compare drafting with plain decoding.
+    """Load a model with drafts, for commands that compare drafting with plain decoding.
 
     Raises:
         ValueError: there is no source of drafts.
     """
-    with open_drafts(flags, loading, talk, enabled=True) as opened:
+    with open_drafts(flags, loading, open_model(loading, talk), talk, enabled=True) as opened:
         if not opened.names:
             raise ValueError(f"nothing can draft here: {opened.plan.summary}; give a skip config")
         talk.say(f"drafts: {opened.plan.summary}")
@@ -243,26 +231,19 @@ def open_decoding(
     flags: Decoding,
     sampling: Sampling,
     loading: Loading,
+    loaded: Loaded,
     talk: Talk,
-    check: Callable[[Loaded], Any],
     *,
-    reads: bool = False,
     remember: str | None = None,
 ) -> Iterator[Opened]:
     """Open a model with all arguments of `layerskip.generate`, and measure its costs.
 
     Args:
-        check: called with the model before anything is measured, to refuse early.
-        reads: the model may be an encoder-decoder, whose decoder's costs are measured.
         remember: where earlier answers are remembered by default, beside lookups.
     """
-
-    def checked(loaded: Loaded) -> tuple[Any, bool]:
-        found, form = check(loaded), sampling.processors(loaded)  # so that a bad one ends it here
-        if loaded.store_halves(loading.execution):
-            talk.say("the float32 weights are exact in bfloat16: half the bytes are read")
-        return found, bool(form)
-
+    formed = bool(sampling.processors(loaded))  # so that a bad one ends it here
+    if loaded.store_halves(loading.execution):
+        talk.say("the float32 weights are exact in bfloat16: half the bytes are read")
     law = {name: value for name, value in sampling.settings.items() if value is not None}
     law["do_sample"] = sampling.do_sample
     how = flags.settings | {"acceptance": sampling.acceptance}
@@ -270,8 +251,8 @@ def open_decoding(
         warn_idle(flags.values(DraftFlags) | how, "with --no-draft")
     if how["remember"] is None and flags.lookup is not False:
         how["remember"] = remember
-    how |= {"plain": flags.no_draft, "reads": reads, "sampling": sampling.do_sample}
-    with open_drafts(flags, loading, talk, checked, **how) as opened:
+    how |= {"plain": flags.no_draft, "sampling": sampling.do_sample}
+    with open_drafts(flags, loading, loaded, talk, **how) as opened:
         if not flags.no_draft:
             plan, off = opened.plan, "none, as the skip config says"
             talk.say(f"drafts: {plan.summary if plan.settings.enabled else off}")
@@ -280,5 +261,4 @@ def open_decoding(
         if opened.names and not opened.model.encoder:
             talk.progress("measuring the costs of drafting")
             opened.plan.prepare(1, 0, _MEASURING, **law)
-        found, formed = opened.found
-        yield replace(opened, found=found, law=law, formed=formed)
+        yield replace(opened, law=law, formed=formed)

@@ -19,14 +19,13 @@ import typer
 from layerskip.cli import flags
 from layerskip.cli.flags import flag, switch, warn_idle
 from layerskip.cli.inputs import as_chats, check_file, read_given
-from layerskip.cli.opening import open_decoding
+from layerskip.cli.opening import open_decoding, open_model
 from layerskip.cli.terminal import Talk
 from layerskip.config.shipped import model_folder
 from layerskip.texts.prompts import Prompt
 from layerskip.texts.tokens import plural
 
 if TYPE_CHECKING:
-    from layerskip.api.loading import Loaded
     from layerskip.serving.answers import Answer
     from layerskip.serving.fields import GenerationRequest
     from layerskip.serving.openai_api import Served
@@ -191,23 +190,22 @@ class _Model:
         Args:
             models_here: number of models on this machine, including this one.
         """
-        limits, max_rows = self.limits, self.limits.max_rows
-
-        def check(loaded: Loaded) -> None:
+        limits, max_rows, writing = self.limits, self.limits.max_rows, self.writing
+        loading = replace(self.loading, device=_device(self.loading.device))
+        loaded = open_model(loading, talk, reads=True)
+        if self.templated is not None and not loaded.tokenizer.chat_template:
             from layerskip.api.loading import encode
 
-            if self.templated is not None and not loaded.tokenizer.chat_template:
-                encode(loaded.tokenizer, self.templated)  # raises once, not once per prompt
-
-        loading = replace(self.loading, device=_device(self.loading.device))
-        how: Any = {"reads": True, "remember": "memory"}
-        with open_decoding(self.decoding, self.writing, loading, talk, check, **how) as opened:
+            encode(loaded.tokenizer, self.templated)  # raises once, not once per prompt
+        with open_decoding(
+            self.decoding, writing, loading, loaded, talk, remember="memory"
+        ) as opened:
             from layerskip.api.session import share
             from layerskip.serving.openai_api import Served, answer_of
             from layerskip.serving.prompt_files import Answering
             from layerskip.serving.scheduler import Serving
 
-            loaded, form = opened.loaded, partial(self.writing.processors, opened.loaded)
+            form = partial(writing.processors, loaded)
             session = share(loaded.model.device)
             if loaded.model.device.type == "cpu":
                 session //= models_here

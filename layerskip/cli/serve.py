@@ -7,16 +7,11 @@ import os
 import socket
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from layerskip.cli import flags
 from layerskip.cli.flags import flag, switch, warn_idle
-from layerskip.cli.opening import open_decoding
+from layerskip.cli.opening import open_decoding, open_model
 from layerskip.cli.terminal import Talk
-
-if TYPE_CHECKING:
-    from layerskip.api.loading import Loaded
-    from layerskip.serving.openai_api import Served
 
 
 def serve(
@@ -80,22 +75,6 @@ def serve(
         warn_idle({"name": name}, "with --lora, which sets the name")
         name = adapter[0]
     talk = Talk(quiet)
-
-    def described(loaded: Loaded) -> Served:
-        from layerskip.families.wrappers import merge_adapter
-        from layerskip.serving.openai_api import Served
-
-        if adapter is not None:
-            merge_adapter(loaded.model, adapter[1])
-        return Served(
-            loaded,
-            name,
-            context=context,
-            max_new_tokens=max_new_tokens,
-            tool_parser=tool_parser,
-            reasoning_parser=reasoning_parser,
-        )
-
     with _listening(host, port) as listener:  # before loading the model, so that errors come early
         try:
             import uvicorn
@@ -112,16 +91,27 @@ def serve(
             warnings.warn(
                 f"anyone who can reach {host} can use this server; give --api-key", stacklevel=2
             )
-        with open_decoding(
-            decoding, flags.Sampling(), loading, talk, described, reads=True
-        ) as opened:
-            from layerskip.decoding.sources.earlier import EarlierAnswers
-            from layerskip.serving.connections import configured
-            from layerskip.serving.scheduler import Serving
+        loaded = open_model(loading, talk, reads=True)
 
-            served = opened.found
+        from layerskip.decoding.sources.earlier import EarlierAnswers
+        from layerskip.families.wrappers import merge_adapter
+        from layerskip.serving.connections import configured
+        from layerskip.serving.openai_api import Served
+        from layerskip.serving.scheduler import Serving
+
+        if adapter is not None:
+            merge_adapter(loaded.model, adapter[1])
+        served = Served(
+            loaded,
+            name,
+            context=context,
+            max_new_tokens=max_new_tokens,
+            tool_parser=tool_parser,
+            reasoning_parser=reasoning_parser,
+        )
+        with open_decoding(decoding, flags.Sampling(), loading, loaded, talk) as opened:
             serving = Serving(
-                opened.loaded.model,
+                loaded.model,
                 memory=None if memory is None else int(memory * 1e9),
                 max_rows=max_rows,
                 max_queue=max_queue,
