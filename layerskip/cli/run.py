@@ -113,7 +113,11 @@ def run(
             talk.say(f"{len(numbered) - left} of {plural(len(numbered), 'row')} already done")
         if not left:
             return
-        progress = _RunProgress(talk, answers, left)
+        began = time.monotonic()
+
+        def progress() -> None:
+            talk.progress(_so_far(answers, left, time.monotonic() - began))
+
         if ray:
             from layerskip.serving.ray import answer_by_ray, cluster
 
@@ -133,7 +137,7 @@ def run(
                 talk, models_here=int(os.environ.get("LOCAL_WORLD_SIZE", 1))
             ) as answering:
                 answer_all(answering, numbered, answers, progress)
-        talk.say(progress.words())
+        talk.say(_so_far(answers, left, time.monotonic() - began))
     if errors := answers.errors:
         talk.say(f"{plural(errors, 'prompt')} failed; --retry-errors tries them again")
         if ranks == 1:  # on an error torchrun would end the other processes
@@ -289,26 +293,11 @@ def _device(name: str) -> str:
     return name
 
 
-class _RunProgress:
-    """Shows the progress of a run."""
-
-    def __init__(self, talk: Talk, answers: Answers, whole: int) -> None:
-        self._talk, self._answers, self._whole = talk, answers, whole
-        self._began = self._last = time.monotonic()
-
-    def __call__(self) -> None:
-        now = time.monotonic()
-        if now - self._last > 0.2:
-            self._last = now
-            self._talk.progress(self.words())
-
-    def words(self) -> str:
-        """Rows done, speed, and the time left as estimated from the rows so far."""
-        seconds = max(time.monotonic() - self._began, 1e-9)
-        rows, tokens = self._answers.rows, self._answers.tokens
-        words = f"{rows} of {plural(self._whole, 'prompt')}, {plural(tokens, 'token')}, "
-        words += f"{tokens / seconds:.1f} tokens/s"
-        if 0 < rows < self._whole:
-            left = seconds / rows * (self._whole - rows)
-            words += f", {left / 60:.1f} min left"
-        return words
+def _so_far(answers: Answers, whole: int, seconds: float) -> str:
+    """Rows done, speed, and the time left as estimated from the rows so far."""
+    rows, tokens = answers.rows, answers.tokens
+    words = f"{rows} of {plural(whole, 'prompt')}, {plural(tokens, 'token')}, "
+    words += f"{tokens / max(seconds, 1e-9):.1f} tokens/s"
+    if 0 < rows < whole:
+        words += f", {seconds / rows * (whole - rows) / 60:.1f} min left"
+    return words
