@@ -35,6 +35,8 @@ def _adaptive(value: Any, name: str) -> dict[str, float]:
 class DecodingOptions:
     """How to decode with a skip config. None leaves a choice to the caller or the defaults.
 
+    The words of an option are its help; `LayerSkipDecoding` says more.
+
     Raises:
         TypeError, ValueError: a value has the wrong type or is out of range.
     """
@@ -45,7 +47,6 @@ class DecodingOptions:
     max_draft_length: int | None = _option(
         integer(1), "Draft at most N tokens per round.", "N", min=1
     )
-    """Maximum number of tokens drafted in a round, at least 1."""
     threshold: float | None = _option(
         number(0, 1),
         "Stop drafting below this confidence. Only for controllers with a threshold.",
@@ -53,7 +54,6 @@ class DecodingOptions:
         min=0,
         max=1,
     )
-    """Confidence in 0..1 below which a controller with a threshold stops drafting."""
     adaptive: Mapping[str, float] | None = _option(
         _adaptive,
         "Some or all settings of adaptive-threshold: "
@@ -61,7 +61,6 @@ class DecodingOptions:
         + ".",
         "LIST",
     )
-    """Some or all parameters of `adaptive-threshold` (`registry.ADAPTIVE`), each in 0..1."""
     classifier: str | None = _option(
         name_text, "A classifier of drafted tokens, for the controller disco.", "FILE"
     )
@@ -82,7 +81,6 @@ class DecodingOptions:
         None,
         "--lookup/--no-lookup",
     )
-    """Whether drafts are also looked up in the row's own history; None: see `open_plan`."""
     remember: str | None = _option(
         name_text,
         "Also draft what earlier answers held: memory (until the command ends), shared (in serve, "
@@ -90,14 +88,12 @@ class DecodingOptions:
         "and run, else off]",
         "WHERE",
     )
-    """Where earlier answers are remembered: "memory", "shared", "off", or a folder."""
     remember_tokens: int | None = _option(
         integer(100),
         "Remember at most N tokens; the oldest answers go first.  [default: 100000]",
         "N",
         min=100,
     )
-    """Maximum number of remembered tokens, for each API key of a server."""
     branches: bool | None = _option(
         flag,
         "Also verify second-best draft tokens where that is expected to pay.  [default: from the "
@@ -105,7 +101,6 @@ class DecodingOptions:
         None,
         "--branches/--no-branches",
     )
-    """Whether second-best tokens are also verified where they are expected to pay."""
 
     def __post_init__(self) -> None:
         schema.check_fields(self)
