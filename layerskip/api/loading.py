@@ -43,7 +43,7 @@ from layerskip.families.wrappers import UnsupportedModelError
 from layerskip.model.opened_models import runs_natively
 from layerskip.model.whole import support
 from layerskip.native import extension
-from layerskip.texts.pictures import encode_pictures, pictures_of_messages
+from layerskip.texts.pictures import parts_of, pictures_of_messages
 from layerskip.texts.prompts import Prompt
 from layerskip.texts.tokens import plural
 from layerskip.weights.formats.folders import folder_model, ignored_rounding, is_packed
@@ -108,14 +108,24 @@ class Loaded:
     def encode_pictures(
         self, messages: Sequence[Any], pictures: Sequence[Any], **template: Any
     ) -> Any:
-        """`pictures.encode_pictures` on the model's device, in its dtype.
+        """Encode a conversation and all its PIL images with the library's processor.
+
+        Args:
+            template: further arguments of the chat template.
 
         Raises:
             ValueError: as for `processor`, or the template or the processor rejects the messages.
         """
         processor = self.processor
+        # Some templates accept only content in parts.
+        in_parts = [{**each, "content": [*parts_of(each)]} for each in messages]
+        how = {"add_generation_prompt": True, **template, "tokenize": False}
+        begin = processor.tokenizer.bos_token
         try:
-            encoded = encode_pictures(processor, messages, pictures, **template)
+            text = processor.apply_chat_template(in_parts, **how)
+            if begin is not None and text.startswith(begin):  # else the processor adds the token
+                how = {"add_special_tokens": False}
+            encoded = processor(text=text, images=[[*pictures]], return_tensors="pt", **how)
         except Exception as error:  # templates and processors raise errors of any kind
             raise ValueError(f"the model's chat template or processor refuses: {error}") from error
         return encoded.to(self.model.device, self.model.dtype)

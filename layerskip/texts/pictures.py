@@ -1,4 +1,4 @@
-"""Reads and checks pictures of prompts, and encodes them; never accesses the network."""
+"""Reads and checks pictures of prompts; never accesses the network."""
 
 from __future__ import annotations
 
@@ -74,22 +74,3 @@ def parts_of(message: Message) -> Sequence[Mapping[str, Any]]:
 def pictures_of_messages(messages: Sequence[Message]) -> list[Any]:
     """The pictures in the messages."""
     return [part["image"] for each in messages for part in parts_of(each) if "image" in part]
-
-
-def encode_pictures(
-    processor: Any, messages: Sequence[Message], pictures: Sequence[Any], **template: Any
-) -> Any:
-    """Encode a conversation and its pictures with the library's processor: a `BatchFeature`.
-
-    Args:
-        pictures: the PIL images of all messages.
-        template: further arguments of the chat template.
-    """
-    # Some templates accept only content in parts.
-    in_parts = [{**each, "content": [*parts_of(each)]} for each in messages]
-    how = {"add_generation_prompt": True, **template, "tokenize": False}
-    text = processor.apply_chat_template(in_parts, **how)
-    begin = processor.tokenizer.bos_token
-    has_it = begin is not None and text.startswith(begin)  # else the processor adds the token
-    special = {"add_special_tokens": False} if has_it else {}
-    return processor(text=text, images=[[*pictures]], return_tensors="pt", **special)
