@@ -16,7 +16,7 @@ from layerskip import LayerSkipDecoding, SkipConfig, decode, generate
 from layerskip.api.loading import encode, load
 from layerskip.api.own_exits import agreement_of
 from layerskip.bench.methods import Task
-from layerskip.cli.check_exits import _command, _verdict
+from layerskip.cli.check import _command, _verdict
 from layerskip.cli.flags import Loading
 from layerskip.cli.inputs import shipped_prompts
 from layerskip.model.opened_models import sublayers_of
