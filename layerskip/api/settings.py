@@ -163,16 +163,5 @@ def _listed(takes: Signature) -> Signature:
     return takes.replace(parameters=[*named.values()])
 
 
-class _OfClass:
-    """An attribute of a class that its instances lack: theirs is the signature of their calls."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __get__(self, instance: object, owner: type) -> Any:
-        if instance is not None:
-            raise AttributeError
-        return self.value
-
-
-Settings.__signature__ = _OfClass(_listed(signature(Settings)))  # type: ignore[attr-defined]
+# Not the class's own, which its instances would have, too: theirs is that of their calls.
+Settings.__init__.__signature__ = _listed(signature(Settings.__init__))  # type: ignore[attr-defined]
