@@ -626,8 +626,10 @@ def test_idle_threads_give_way_soon_where_nobody_says_otherwise(name, monkeypatc
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("GOMP_", "OMP_"))}
     environment |= said
     monkeypatch.setattr(os, "environ", environment)
-    monkeypatch.setattr(cli, "app", lambda **_: None)
-    cli.main()
+    monkeypatch.setattr(cli, "app", lambda **_: 0)
+    monkeypatch.setattr(cli.atexit, "register", lambda _: None)  # it would end the tests
+    with pytest.raises(SystemExit):
+        cli.main()
     found = {k: v for k, v in environment.items() if k in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
     assert found == (said or {"GOMP_SPINCOUNT": "10000"})
 

@@ -11,8 +11,8 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from functools import wraps
 from inspect import Parameter, Signature, signature
@@ -125,17 +125,6 @@ def main() -> None:
         if getattr(sys, name) is None:  # closed by the shell, as by `>&-`
             setattr(sys, name, open(os.devnull, "r+"))  # noqa: SIM115
     _spin_less()
-    with _freeing_nothing():
-        app(prog_name="layerskip")
-
-
-@contextmanager
-def _freeing_nothing() -> Iterator[None]:
-    """Let the process end as soon as its threads and its other functions at exit are done.
-
-    Freeing the million objects of the libraries takes a second, and where they are not freed,
-    Triton, where it is installed, reports each of its own.
-    """
     code: Any = 1  # of an exception that nobody catches
 
     def end() -> None:
@@ -143,13 +132,12 @@ def _freeing_nothing() -> Iterator[None]:
             sys.stdout.flush()
         os._exit(code)
 
+    # The process ends as soon as its threads and its other functions at exit are done. Freeing the
+    # million objects of the libraries takes a second, and where they are not freed, Triton, where
+    # it is installed, reports each of its own.
     atexit.register(end)  # before the libraries' functions, so that it runs after them
-    try:
-        yield
-    except SystemExit as ended:
-        code = ended.code
-        raise
-    atexit.unregister(end)
+    code = app(prog_name="layerskip", standalone_mode=False)
+    sys.exit(code)
 
 
 def _spin_less() -> None:
