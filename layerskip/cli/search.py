@@ -6,7 +6,6 @@ They are `study.log` (the trials; `--storage` names another place), `cost.json`,
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 import time
@@ -26,7 +25,7 @@ from layerskip.cli.opening import open_model, open_passes
 from layerskip.cli.terminal import Talk, aligned, ratio, same_texts, to_json, two_columns
 from layerskip.files.locking import LOCK, alone
 from layerskip.files.records import redacted
-from layerskip.files.writing import replacing, write_text
+from layerskip.files.writing import write_text
 from layerskip.texts.prompts import Prompt
 from layerskip.texts.tokens import plural
 
@@ -290,6 +289,8 @@ def _run(
     steps: Search, trials: int | None, sampler: Any, timeout: float | None, output: Path, talk: Talk
 ) -> None:
     """Run the trials with a progress line. They are written to a file even after Ctrl-C."""
+    from pandas import DataFrame
+
     from layerskip.search.record import trials_table
     from layerskip.search.study import standing
 
@@ -308,16 +309,9 @@ def _run(
 
     def keep() -> int:
         rows = trials_table(steps.study, steps.space)
-        names = max((list(row) for row in rows), key=len, default=[])  # failed trials have fewer
-        with (
-            replacing(output / "trials.csv") as partial,
-            partial.open("w", newline="", encoding="utf-8") as file,
-        ):
-            writer = csv.DictWriter(file, names, lineterminator="\n")
-            writer.writeheader()
-            for row in rows:  # sets of layers are JSON
-                sets = {key: json.dumps(each) for key, each in row.items() if type(each) is dict}
-                writer.writerow(row | sets)
+        table = DataFrame(rows, dtype=object)  # failed trials have fewer columns
+        sets = table.map(lambda each: json.dumps(each) if type(each) is dict else each)
+        write_text(output / "trials.csv", sets.to_csv(index=False))
         return sum(row["state"] == "complete" for row in rows)
 
     try:
