@@ -348,10 +348,6 @@ class Sampling(Flags):
         """Temperature, top-p and top-k. None stands for the model's own setting."""
         return {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
 
-    def processors(self, loaded: Loaded, prompt: Sequence[int] = ()) -> list[Any]:
-        """The logits processors that give the text after a prompt its form: at most one."""
-        return []
-
     def task(self, model: Any, max_new_tokens: int, *, seed: int, execution: str) -> Task:
         """The task a benchmark gives to every method, with the model's own settings filled in."""
         from layerskip.api.arguments import sampling_of
@@ -416,6 +412,7 @@ class Writing(Sampling):
         return ends | {name: value for name, value in given.items() if value is not None}
 
     def processors(self, loaded: Loaded, prompt: Sequence[int] = ()) -> list[Any]:
+        """The logits processors that give the text after a prompt its form: at most one."""
         if self.schema is None and self.regex is None:
             return []
         from layerskip.api.arguments import end_tokens

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from layerskip.cli.flags import Decoding, DraftFlags, Loading, Sampling, Sources, warn_idle
+from layerskip.cli.flags import Decoding, DraftFlags, Loading, Sources, Writing, warn_idle
 from layerskip.cli.terminal import Talk
 from layerskip.config.skips import SkipConfig
 
@@ -29,29 +29,16 @@ _MEASURING = 0.5  # seconds, if no earlier command has stored the costs
 def open_model(loading: Loading, talk: Talk, *, reads: bool = False) -> Loaded:
     """Load the model. `reads` is passed to `layerskip.load`."""
     talk.progress("importing torch and transformers")
-    with _unsearched():
-        from layerskip.api.loading import load
+    # This makes a million lasting objects; collections over them would take a second.
+    gc.disable()
+    from layerskip.api.loading import load
 
+    gc.freeze()
+    gc.enable()
     talk.progress(f"loading {loading.model}")
     loaded = load(**loading.where, bars=sys.stderr.isatty() and not talk.quiet, reads=reads)
     talk.say(loaded.describe())
     return loaded
-
-
-@contextmanager
-def _unsearched() -> Iterator[None]:
-    """Exempt objects made inside from garbage collection.
-
-    Importing the libraries makes a million lasting objects; collections over them take a second.
-    """
-    searching = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        if searching:
-            gc.enable()
 
 
 @contextmanager
@@ -229,7 +216,7 @@ def open_checked_drafts(flags: DraftFlags, loading: Loading, talk: Talk) -> Iter
 @contextmanager
 def open_decoding(
     flags: Decoding,
-    sampling: Sampling,
+    writing: Writing,
     loading: Loading,
     loaded: Loaded,
     talk: Talk,
@@ -241,23 +228,23 @@ def open_decoding(
     Args:
         remember: where earlier answers are remembered by default, beside lookups.
     """
-    formed = bool(sampling.processors(loaded))  # so that a bad one ends it here
+    formed = bool(writing.processors(loaded))  # so that a bad one ends it here
     if loaded.store_halves(loading.execution):
         talk.say("the float32 weights are exact in bfloat16: half the bytes are read")
-    law = {name: value for name, value in sampling.settings.items() if value is not None}
-    law["do_sample"] = sampling.do_sample
-    how = flags.settings | {"acceptance": sampling.acceptance}
+    law = {name: value for name, value in writing.settings.items() if value is not None}
+    law["do_sample"] = writing.do_sample
+    how = flags.settings | {"acceptance": writing.acceptance}
     if flags.no_draft:
         warn_idle(flags.values(DraftFlags) | how, "with --no-draft")
     if how["remember"] is None and flags.lookup is not False:
         how["remember"] = remember
-    how |= {"plain": flags.no_draft, "sampling": sampling.do_sample}
+    how |= {"plain": flags.no_draft, "sampling": writing.do_sample}
     with open_drafts(flags, loading, loaded, talk, **how) as opened:
         if not flags.no_draft:
             plan, off = opened.plan, "none, as the skip config says"
             talk.say(f"drafts: {plan.summary if plan.settings.enabled else off}")
             if not opened.names:
-                warn_idle(flags.settings | {"acceptance": sampling.acceptance}, "without drafts")
+                warn_idle(flags.settings | {"acceptance": writing.acceptance}, "without drafts")
         if opened.names and not opened.model.encoder:
             talk.progress("measuring the costs of drafting")
             opened.plan.prepare(1, 0, _MEASURING, **law)

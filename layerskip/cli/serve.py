@@ -109,7 +109,7 @@ def serve(
             tool_parser=tool_parser,
             reasoning_parser=reasoning_parser,
         )
-        with open_decoding(decoding, flags.Sampling(), loading, loaded, talk) as opened:
+        with open_decoding(decoding, flags.Writing(), loading, loaded, talk) as opened:
             serving = Serving(
                 loaded.model,
                 memory=None if memory is None else int(memory * 1e9),
