@@ -534,8 +534,8 @@ def test_what_is_not_served_is_refused_by_name(llama):
     embeds = llama.model.embed_tokens(ids).detach()
     cases = [
         ({"num_beams": 2}, "num_beams must be 1, got 2"),
-        ({"penalty_alpha": 0.6, "top_k": 4}, "penalty_alpha asks for another way"),
-        ({"dola_layers": "low"}, "dola_layers asks for another way"),
+        ({"penalty_alpha": 0.6, "top_k": 4}, "penalty_alpha is not supported"),
+        ({"dola_layers": "low"}, "dola_layers is not supported"),
         ({"inputs": None, "inputs_embeds": embeds}, "inputs_embeds is not supported"),
         ({name: empty}, f"a custom KV cache .*{name}.* is not supported"),
         ({name: filled}, "a custom KV cache"),

@@ -51,12 +51,9 @@ def checked_mask(
             f"beam search is not supported: num_beams must be 1, got {config.num_beams}; "
             "leave out custom_generate for beams"
         )
-    for name in ("dola_layers", "penalty_alpha"):
-        if getattr(config, name, None):
-            raise ValueError(
-                f"{name} asks for another way of decoding, which is not supported; leave it out, "
-                "or leave out custom_generate"
-            )
+    for name in ("dola_layers", "penalty_alpha", "output_attentions", "output_hidden_states"):
+        if model_kwargs.pop(name, None) or getattr(config, name, None):
+            raise ValueError(f"{name} is not supported; leave it out, or leave out custom_generate")
     if model_kwargs.pop("synced_gpus", False):
         raise ValueError(
             "synced_gpus is not supported: ranks would draft different lengths; "
@@ -65,9 +62,6 @@ def checked_mask(
     for name in ("assistant_model", "assistant_early_exit", "prompt_lookup_num_tokens"):
         if model_kwargs.pop(name, None) or getattr(config, name, None):
             warnings.warn(f"{name} has no effect under layerskip", UserWarning, stacklevel=4)
-    for name in ("output_attentions", "output_hidden_states"):
-        if model_kwargs.pop(name, False) or getattr(config, name, False):
-            raise ValueError(f"{name} is not supported; leave out custom_generate to get it")
     if "inputs_embeds" in model_kwargs:
         raise ValueError("inputs_embeds is not supported: processors need tokens; pass input_ids")
     if holds_tokens(cache_in(model_kwargs)):
