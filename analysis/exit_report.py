@@ -12,7 +12,8 @@ import pandas as pd
 from matplotlib.ticker import MaxNLocator
 
 from layerskip.analysis.drawing import STYLE, Plot, finished, lines, listed, new_axes
-from layerskip.analysis.labels import distinct_labels, printable
+from layerskip.analysis.labels import distinct_labels, printable, ranged
+from layerskip.analysis.run_tables import number
 from layerskip.analysis.verdict import Verdict
 from layerskip.files.trainings import LARGEST_RISE, read_exit_training, rise
 
@@ -91,4 +92,11 @@ def judge_exits(of: ExitTrainingFile) -> Verdict:
         listed(row, "Exit {exit}: {accepted_after:.3f} accepted (before: {accepted_before:.3f}); ")
         + f"the model's own loss is {before + risen:.3f} (before: {before:.3f})."
     )
+    names = {"trained": "that exit with lookups", "before": "the usual draft"}
+    verdict.lines += [
+        f"Measured: {names.get(name, name)} is "
+        f"{ranged(timed['speedup'], number(timed['low']), number(timed['high']))} times as fast as "
+        "plain decoding."
+        for name, timed in record["timed"].items()
+    ]
     return verdict

@@ -14,6 +14,7 @@ from layerskip import LowPrecision, SkipConfig
 from layerskip.analysis import exit_report, plots, training_tables, write_report
 from layerskip.analysis.drawing import STYLE
 from layerskip.analysis.verdict import judge_trainings, words
+from layerskip.cli.train import _verdict
 from layerskip.files.documents import kind_of
 from layerskip.files.trainings import read_training
 
@@ -179,6 +180,16 @@ def test_trained_exits_are_drawn_before_and_after(tmp_path):
     assert summary.startswith("The model's own loss rose by 0.100 nats, more than 0.02")
     with pytest.raises(ValueError, match="before and after must have as many exits"):
         write_report([exit_record(tmp_path, after=worse[1:])], tmp_path / "report")
+
+
+def test_train_tells_its_results_in_the_words_of_a_report(tmp_path):
+    made.write(tmp_path / "train.json", made.training())
+    assert _verdict(tmp_path, "training").startswith("0 of 1 trained drafts pay")
+    timed = {"speedup": 1.3, "low": 1.2, "high": None, "tokens_per_second": 50.0}
+    exit_record(tmp_path, timed={"trained": timed | {"high": 1.4}, "before": timed | {"low": None}})
+    told = _verdict(tmp_path / "exits", "exits")
+    assert "that exit with lookups is 1.30 (1.20 to 1.40) times as fast as plain decoding" in told
+    assert "the usual draft is 1.30 times as fast" in told
 
 
 def test_what_is_no_file_of_a_report_is_refused_and_told(tmp_path):

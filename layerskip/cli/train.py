@@ -16,24 +16,14 @@ from layerskip.cli import flags
 from layerskip.cli.flags import PANEL_OF_EXITS, check_limit, flag
 from layerskip.cli.inputs import check_folder, read_given
 from layerskip.cli.opening import open_model, open_passes
-from layerskip.cli.terminal import Talk, aligned, ratio, to_json, two_columns
+from layerskip.cli.terminal import Talk, aligned, to_json, two_columns
 from layerskip.config.registry import LossName, StudentName
 from layerskip.config.skips import SkipConfig
 from layerskip.files.locking import LOCK, alone
-from layerskip.files.trainings import LARGEST_RISE, check_record, rise
+from layerskip.files.trainings import check_record
 from layerskip.texts.prompts import Prompt
 
 MINUTES = 30.0
-DRAFT_COLUMNS = (
-    "share of first draft tokens that the model accepts, greedy and sampled; of 2nd and 4th ones, "
-    "sampled; time of a draft step, in steps of the model; speedup over plain decoding, expected "
-    "and measured"
-)
-EXIT_COLUMNS = (
-    "loss in nats per token; share of tokens where exit and model agree on the most likely one; "
-    "share of the exit's sampled tokens that the model accepts; each before and after training; "
-    "the last exit is the model itself"
-)
 
 
 @dataclass(frozen=True)
@@ -231,7 +221,8 @@ def train(
     if draft in ("assistant", "eagle3"):
         words, with_it = _overlaps(record), f" --assistant {output / draft}"
     else:
-        words, with_it = _table(record), f" --skip {output / 'skip.json'}" if record["pays"] else ""
+        words = _verdict(output, "training")
+        with_it = f" --skip {output / 'skip.json'}" if record["pays"] else ""
     _show(talk, words, f"{command}{with_it}", record, as_json)
 
 
@@ -318,31 +309,17 @@ def train_exits(
         record = ExitTraining(model, tokenizer, corpus, texts, recipe, output, **reporting).run()
         if not processes.is_first():
             return
-    _show(talk, _exits(record), f"benchmark {output} --prompts FILE", record, as_json)
+    _show(talk, _verdict(output, "exits"), f"benchmark {output} --prompts FILE", record, as_json)
 
 
-def _exits(record: dict[str, Any]) -> str:
-    """Format the results of training exits."""
-    from layerskip.training.exit_results import table_of
+def _verdict(output: Path, kind: str) -> str:
+    """The results of a training in words, as a report has them."""
+    from layerskip.analysis import verdict
+    from layerskip.analysis.report import kinds
+    from layerskip.training.stages import RECORD
 
-    risen, words = rise(record), ""
-    if risen > LARGEST_RISE and record["recipe"]["init"] != "random":
-        words = (
-            f"warning: the model's own loss rose by {risen:.3f} nats, more than {LARGEST_RISE:g}: "
-            "its texts are worse than before; train with a larger --keep or a smaller --rate\n"
-        )
-    names = {"trained": f"exit {record['best']} with lookups", "before": "the usual draft"}
-    speeds = [
-        f"{names[name]} {ratio(each['speedup'], each['low'], each['high'])}"
-        for name, each in record["timed"].items()
-    ]
-    notes = [
-        _read(record),
-        ("best exit", f"{record['best']}; expected to be {record['promised']:.2f} times as fast"),
-        ("measured", f"times as fast as plain decoding: {', '.join(speeds) or 'nothing'}"),
-        ("the columns", EXIT_COLUMNS),
-    ]
-    return f"{words}{aligned(table_of(record))}\n{two_columns(notes)}"
+    subject = kinds()[kind]
+    return verdict.words([subject.judge(each) for each in subject.load([output / RECORD])])
 
 
 def _read(record: dict[str, Any]) -> tuple[str, str]:
@@ -357,24 +334,3 @@ def _overlaps(record: dict[str, Any]) -> str:
     for name, shares in record["overlap"].items():
         lines.append([name, *(f"{share:.3f}" for share in shares)])
     return f"{aligned(lines)}\n{two_columns([_read(record)])}"
-
-
-def _table(record: dict[str, Any]) -> str:
-    lines = [["draft", "greedy", "sampled", "2nd", "4th", "step", "expected", "measured"]]
-    for name, each in record["drafts"].items():
-        coupled, timed = each["coupled"], record["timed"].get(name)
-        lines.append(
-            [
-                name,
-                *(f"{share:.3f}" for share in (each["greedy"][0], *coupled[:2], coupled[3])),
-                f"{each['costs']['draft']:.2f}",
-                f"{each['formula']:.2f}",
-                ratio(timed["speedup"], timed["low"], timed["high"]) if timed else "-",
-            ]
-        )
-    notes = [
-        _read(record),
-        ("it pays", "yes" if record["pays"] else "no: the default is at least as fast"),
-        ("the columns", DRAFT_COLUMNS),
-    ]
-    return f"{aligned(lines)}\n{two_columns(notes)}"
