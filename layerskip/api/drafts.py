@@ -7,9 +7,7 @@ as the model. Some checkpoints bring a head of their own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import PurePath
 from typing import NamedTuple
 
 import torch
@@ -25,7 +23,6 @@ from layerskip.model.opened_model import OpenedModel
 from layerskip.model.opened_models import kept_for
 from layerskip.model.published_head import PublishedHead
 from layerskip.model.sublayers import ASKED
-from layerskip.model.whole import Whole
 from layerskip.weights.stored import stored_weights
 
 WINDOW = 1024
@@ -39,21 +36,6 @@ MEASURED = ("native",)
 
 SHARE = 0.5
 """Share of the free memory that copies may take by default."""
-
-
-def exits_hint(model: OpenedModel, name: str, skips: Sequence[SkipConfig]) -> str | None:
-    """Return what to type to find the best exit, if that is likely to help.
-
-    It is where the name says so, as those of the published LayerSkip checkpoints do, and no exit
-    drafts yet. Exits of ordinary models gain nothing, and models do not say how they were trained.
-    """
-    if isinstance(model, Whole) or model.encoder or model.num_layers < 2:
-        return None
-    if any(skip.skipped(model.num_layers) for skip in skips):
-        return None
-    if "layerskip" not in PurePath(name).name.lower():
-        return None
-    return f"trained to exit early? layerskip check {name or 'MODEL'} --exits"
 
 
 def skip_label(skip: SkipConfig, resolved: SkipConfig) -> str:

@@ -22,14 +22,7 @@ import torch
 from torch import nn
 
 from layerskip.api.arguments import law_of, sampling_of
-from layerskip.api.drafts import (
-    automatic_draft,
-    exits_hint,
-    head_bits,
-    heads_of,
-    in_words,
-    skip_label,
-)
+from layerskip.api.drafts import automatic_draft, head_bits, heads_of, in_words, skip_label
 from layerskip.api.own_exits import Agreement, OwnExits, agreement_of, has_exits, prior_of
 from layerskip.api.settings import DEFAULT_CONTROLLER, LONGEST_DRAFT, Settings
 from layerskip.backends.captured import clock
@@ -128,9 +121,6 @@ class Plan:
         pairs = zip(self.words, self.sources, strict=True)
         lines += [f"drafts: {words}{self._price(source)}" for words, source in pairs]
         lines += [f"controller: {_controller_words(settings)}", *self._reasons]
-        name = getattr(model.model, "name_or_path", "")
-        hint = exits_hint(model, name, self.skips)
-        lines += [] if hint is None else [hint]
         if not model.exact:
             native = model.execution == "native"
             why = "the library computes recurrent layers" if native else "passes are not native"

@@ -109,11 +109,6 @@ def generate(
             }
             talk.say(_summary(result))
             results.append({"id": each.id, **result} if len(chosen) > 1 else result)
-    if opened.settings["enabled"]:
-        from layerskip.api.drafts import exits_hint
-
-        if hint := exits_hint(opened.model, loaded.name, opened.settings["skip"] or ()):
-            talk.say(hint)
     total = time.perf_counter() - began
     talk.say(
         f"{total:.1f} s in all, "
