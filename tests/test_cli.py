@@ -516,7 +516,7 @@ def test_demo_fails_where_the_text_differs(folder, monkeypatch):
     monkeypatch.setattr("layerskip.api.generation.stream_key", moody)
     result = run("demo", folder, "--exit-layer", 3, "--max-new-tokens", 8)
     assert result.exit_code == 1
-    assert "9 FAULTS" in result.stdout
+    assert "9 faults" in result.stdout
     assert "6/6" in result.stdout  # greedy texts use no seed
 
 
@@ -816,7 +816,7 @@ def test_benchmark_fails_where_a_text_differs(folder, two_prompts, tmp_path, shi
     flags = ("--method", "self", "--exit-layer", 3, "--controller", "fixed")
     result = bench(folder, two_prompts, tmp_path / "run.jsonl", *flags, "--method", "generate")
     assert result.exit_code == 1
-    assert "FAULTS" in result.stdout
+    assert "faults" in result.stdout
 
 
 @pytest.mark.wheel

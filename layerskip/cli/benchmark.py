@@ -13,7 +13,7 @@ import typer
 
 from layerskip.cli import flags, inputs, opening
 from layerskip.cli.flags import flag, load_skips, switch, warn_idle
-from layerskip.cli.terminal import Talk, aligned, ratio, same_texts, to_json
+from layerskip.cli.terminal import Talk, aligned, ratio, to_json
 from layerskip.config.registry import names
 from layerskip.config.skips import SkipConfig
 from layerskip.files.locking import LOCK, alone
@@ -278,6 +278,8 @@ def _kinds(given: Sequence[str] | None, assistant: str | None) -> set[str]:
 
 def _table(rows: Sequence[dict[str, Any]]) -> str:
     """Format the main numbers: one line per method, speedups with their 95% intervals."""
+    from layerskip.analysis.run_tables import same_text
+
     places = {"batch": "batch_size", "context": "context", "task": "task"}
     varying = [name for name, key in places.items() if len({row[key] for row in rows}) > 1]
     over = list(dict.fromkeys(name for row in rows for name in row["speedups"]))
@@ -290,5 +292,5 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
             speedup, low, high = row["speedups"].get(name, (None, None, None))
             line.append(ratio(speedup, None if row["method"] == name else low, high))
         rate = row["acceptance_rate"]
-        lines.append([*line, "-" if rate is None else f"{rate:.2f}", same_texts(row)])
+        lines.append([*line, "-" if rate is None else f"{rate:.2f}", same_text(row) or "-"])
     return aligned(lines, keys=1 + len(varying))

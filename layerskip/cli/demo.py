@@ -32,7 +32,7 @@ def demo(
     """
     talk, prompts = terminal.Talk(quiet), shipped_prompts(1)
     with open_checked_drafts(draft, loading, talk) as opened:
-        from layerskip.analysis.run_tables import COMPARED, headlines
+        from layerskip.analysis.run_tables import COMPARED, headlines, same_text
         from layerskip.analysis.runs import ALL, Run
         from layerskip.bench.batches import encode_all, make_batches
         from layerskip.bench.methods import Engine, Method, Peer, Task
@@ -100,7 +100,7 @@ def demo(
         **why,
     }
     print(terminal.title("The same text?"))
-    words = [f"texts equal: {terminal.same_texts(each)}" for each in same.values()]
+    words = [f"texts equal: {same_text(each)}" for each in same.values()]
     laws = ("sampled = plain", "greedy = transformers")
     print(terminal.two_columns(list(zip(laws, words, strict=True))))
     print(terminal.title(f"How fast? ({len(prompts)} prompts of different kinds, interleaved)"))

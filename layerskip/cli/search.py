@@ -22,7 +22,7 @@ from layerskip.cli import flags
 from layerskip.cli.flags import check_limit, flag, load_skips, switch, warn_idle
 from layerskip.cli.inputs import as_chats, check_folder, given_prompts, in_turn
 from layerskip.cli.opening import open_model, open_passes
-from layerskip.cli.terminal import Talk, aligned, ratio, same_texts, to_json, two_columns
+from layerskip.cli.terminal import Talk, aligned, ratio, to_json, two_columns
 from layerskip.files.locking import LOCK, alone
 from layerskip.files.records import redacted
 from layerskip.files.writing import write_text
@@ -384,6 +384,7 @@ def _finish(
 
 def _table(finalists: Sequence[Finalist]) -> str:
     """Format the finalists: speedups with 95% intervals, and what runs."""
+    from layerskip.analysis.run_tables import same_text
     from layerskip.api.drafts import skip_label
 
     lines, runs = [["draft", "c", "alpha", "predicted", "measured", "same text"]], []
@@ -392,6 +393,6 @@ def _table(finalists: Sequence[Finalist]) -> str:
         line = [each.name, f"{each.costs.draft:.2f}", f"{each.alpha:.2f}"]
         line.append(ratio(each.predicted, each.low, each.high))
         line.append(ratio(timed["speedup"], timed["low"], timed["high"]) if timed else "-")
-        lines.append([*line, same_texts(timed) if timed else "-"])
+        lines.append([*line, same_text(timed or {}) or "-"])
         runs.append((each.name, f"{what}, lookup" if each.decoding.lookup else what))
     return "\n\n".join([aligned(lines), *([two_columns(runs)] if runs else [])])

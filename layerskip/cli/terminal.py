@@ -11,7 +11,7 @@ import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -193,14 +193,6 @@ def ratio(value: float | None, low: float | None, high: float | None) -> str:
     if value is None:
         return "-"
     return f"{value:.2f}" if low is None else f"{value:.2f} ({low:.2f}-{high:.2f})"
-
-
-def same_texts(row: Mapping[str, Any]) -> str:
-    """How many of a method's texts equal the reference, and how the others differ."""
-    words = [f"{row['equal']}/{row['compared']}" if row["compared"] else "-"]
-    words += [plural(row["near_ties"], "near-tie")] if row["near_ties"] else []
-    words += [plural(row["faults"], "fault").upper()] if row["faults"] else []
-    return ", ".join(words)
 
 
 def aligned(lines: Sequence[Sequence[str]], keys: int = 1) -> str:
