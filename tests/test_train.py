@@ -31,9 +31,9 @@ from layerskip.training import (
     assistant_training,
     data,
     draft_training,
-    features,
     judging,
     processes,
+    students,
 )
 from layerskip.training.assistant_training import AssistantTraining
 from layerskip.training.draft_training import Recipe, Training
@@ -114,7 +114,6 @@ def _small(monkeypatch):
     monkeypatch.setattr(data, "BATCH", 4)
     monkeypatch.setattr(data, "LONGEST_ANSWER", 20)
     monkeypatch.setattr(judging, "NEW_TOKENS", 24)
-    monkeypatch.setattr(features, "CHUNK", 8)
 
 
 def small():
@@ -151,7 +150,7 @@ def stop_at(words, share):
 
 @pytest.mark.parametrize(
     ("kind", "stage", "share"),
-    [("heads", "texts", 0.3), ("exit-block", "features", 0.3), ("streams", "training", 0.5)],
+    [("heads", "texts", 0.3), ("streams", "training", 0.5), ("exit-block", "training", 0.5)],
 )
 def test_a_second_start_goes_on_where_the_first_was(kind, stage, share, tmp_path, monkeypatch):
     """Once for each kind of file that a stage leaves."""
@@ -181,10 +180,10 @@ THE_OTHER = """
 import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
-from layerskip.training import data, features, stages
+from layerskip.training import data, stages
 import test_train
 test_train.small()
-data.BATCH, data.LONGEST_ANSWER, features.CHUNK = 4, 20, 8
+data.BATCH, data.LONGEST_ANSWER = 4, 20
 stages.bfloat16_is_fast = lambda _: False
 test_train.together(Path(sys.argv[1]))
 """
@@ -240,30 +239,28 @@ def test_two_processes_train_what_one_does(tmp_path, monkeypatch):
             assert mine == {**theirs, **{n: pytest.approx(theirs[n], 1e-3) for n in theirs}}
 
 
-def test_features_are_the_targets_own_states(tmp_path):
+@pytest.mark.parametrize("execution", ["fused", "native", "modules"])
+def test_a_step_reads_the_targets_own_states_and_logits(execution):
+    """An exit block has those at its exit; the others read the text before a token."""
     model = lively_model("gemma2", dtype=torch.float32)
-    opened = Sublayers(model, "fused")
-    ids = features.windows([list(range(2, 90)), [5] * 57], 16)
-    assert ids.shape == (9, 16)
-    for tap in (None, 4):
-        folder = tmp_path / f"behind {tap}"
-        done = list(features.compute(opened, ids, folder, tap=tap, rows=2))
-        assert done == [8, 9]
-        some = ids[[8, 0, 3]]
-        with torch.no_grad():
-            whole = model(some, output_hidden_states=True)
-            exact = features.run(opened, some, tap)
-            assert len(exact) == (1 if tap is None else 2)
-            for name, want in exact.items():
-                got = features.states_of(folder, [8, 0, 3], name)
-                sizes = want.abs().amax(-1, keepdim=True)
-                assert ((got - want).abs() <= 2**-10 * sizes).all()
-                if name == features.TAPPED:
-                    torch.testing.assert_close(want, whole.hidden_states[2], rtol=1e-4, atol=1e-4)
-            logits = opened.logits(exact[features.LAST])
-            torch.testing.assert_close(logits, whole.logits, rtol=1e-4, atol=1e-4)
-        nbytes = sum(file.stat().st_size for file in folder.iterdir())
-        assert 0 <= nbytes - features.nbytes(opened, ids.numel(), tap) < 1000 * len(done)
+    opened, ids = Sublayers(model, execution), torch.tensor([[*range(2, 18)], [5] * 16])
+    tokens = torch.arange(3, 80, 2)
+    with torch.no_grad():
+        whole = model(ids, output_hidden_states=True)
+        for kind, tap in (("exit-block", 4), ("heads", opened.num_sublayers)):
+            student = students.Student(opened, kind, tap, tokens)
+            tapped, states, logits = student._read(ids)
+            if kind == "exit-block":
+                torch.testing.assert_close(tapped, whole.hidden_states[2], rtol=1e-4, atol=1e-4)
+            wanted = opened.logits(states)
+            torch.testing.assert_close(wanted, whole.logits, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(logits, whole.logits[..., tokens], rtol=1e-4, atol=1e-4)
+            for ahead, (drafted, asked, following) in enumerate(student.steps(ids)):
+                assert drafted.shape == asked.shape == (2, 16 - ahead, len(tokens))
+                assert torch.equal(asked, logits[:, ahead:])
+                known = following[0] >= 0
+                right = [t for t in ids[0, 1 + ahead :].tolist() if t % 2 and t > 2]
+                assert tokens[following[0][known]].tolist() == right
 
 
 def test_given_texts_are_read_only_as_far_as_needed(tmp_path, monkeypatch):
@@ -272,11 +269,8 @@ def test_given_texts_are_read_only_as_far_as_needed(tmp_path, monkeypatch):
     long = source(lively_model("llama"), given=given, answer=False)
     monkeypatch.setattr(sys.modules[__name__], "source", lambda _: long)
     few = training(tmp_path / "few", tokens=320, kind="heads")
-    monkeypatch.setattr(draft_training, "FOR_FEATURES", 1e-9)
-    late = training(tmp_path / "late", tokens=None, minutes=0.01, kind="heads")
-    for made, windows in ((few, 320 // 2 // 16 + draft_training.APART), (late, features.CHUNK)):
-        made.run()
-        assert made.facts["text_tokens"] == 16 * windows
+    few.run()
+    assert few.facts["text_tokens"] == 16 * (320 // 2 // 16 + draft_training.APART)
 
 
 @pytest.mark.parametrize("kind", ["exit-block", *thorough(*BLOCKS[1:])])
@@ -341,7 +335,7 @@ def test_texts_are_cut_short_when_it_is_late(monkeypatch):
 
 
 def test_a_later_start_makes_the_same_texts(tmp_path):
-    """Whatever time it has: features, checkpoint and held-out windows belong to these texts."""
+    """Whatever time it has: checkpoint and held-out windows belong to these texts."""
     given, folder = source(lively_model("llama", dtype=torch.float32)), tmp_path / "texts"
     made = [*data.collect(given, folder, tokens=math.inf, more=lambda: False)]
     texts = data.all_texts(folder)

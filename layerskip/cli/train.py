@@ -125,8 +125,8 @@ def train(
     """Train early exits, or a draft (--draft), and say if that pays.
 
     Exits are written as a new checkpoint; a draft leaves the model as it is. DIR keeps every stage
-    (texts, features, training, judging), so the same command resumes after a stop. To train in
-    several processes, run torchrun --nproc-per-node N -m layerskip train ..., or accelerate launch.
+    (texts, training, judging), so the same command resumes after a stop. To train in several
+    processes, run torchrun --nproc-per-node N -m layerskip train ..., or accelerate launch.
 
     Example: layerskip train demo-llama --output trained --minutes 30
     """

@@ -153,11 +153,10 @@ class AssistantTraining(Training):
         if done := self.finished(f"{self.kind}.json"):
             return done
         windows, texts = self._windows()
-        ids = windows.to(self.opened.device)
         assistant = self.initial(texts).to(self.opened.device)
         dtype, assistant = assistant.dtype, assistant.float()
         # Measuring the last point of the curve takes no longer than a few steps.
-        self._train(assistant, ids, lambda some: self.steps_on(assistant, ids[some]), judging=0.0)
+        self._train(assistant, windows, lambda ids: self.steps_on(assistant, ids), judging=0.0)
         if not processes.is_first():
             return {}
         self.save(assistant.to(dtype), self.folder / self.kind)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from layerskip.api.generation import decode
@@ -231,3 +232,10 @@ def read(path: Path) -> list[TrainingText]:
 def all_texts(folder: Path) -> list[TrainingText]:
     """Every text of a folder, in order."""
     return [text for path in sorted(folder.glob("*.json")) for text in read(path)]
+
+
+def windows(texts: Sequence[list[int]], length: int) -> Tensor:
+    """Concatenate texts, and cut them into windows (N, T); the rest is dropped."""
+    stream = torch.tensor([token for text in texts for token in text], dtype=torch.long)
+    count = len(stream) // length
+    return stream[: count * length].view(count, length)

@@ -1,7 +1,8 @@
-"""Trains a draft for a frozen model in three stages: texts, features, training.
+"""Trains a draft for a frozen model in two stages: texts, training.
 
 Each stage leaves complete files in the working folder, and a restart continues after the last of
 them. `judging` measures the result.
+Shapes: N windows, B of a step, T tokens of one.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ from layerskip.config.skips import DecodingOptions, LowPrecision, SkipConfig
 from layerskip.model.opened_model import OpenedModel
 from layerskip.model.trained_weights import TOKENS, save_trained
 from layerskip.texts.vocabulary import ranked
-from layerskip.training import data, features, processes
+from layerskip.training import data, processes
 from layerskip.training.loop import train, windows_of
-from layerskip.training.losses import LossInputs, Step, distance, overlaps
+from layerskip.training.losses import Step, distance, overlaps
 from layerskip.training.stages import BaseRecipe, Stages
-from layerskip.training.students import RATES, Student, follows_exit, skip_for
+from layerskip.training.students import RATES, Student, skip_for
 from layerskip.weights.fingerprint import fingerprint
 from layerskip.weights.stored import unpacked_copy
 
 TRAINED_FILE = "trained.json"
 """The skip config of the trained draft, whether or not it pays."""
 PASSES = 2  # over the texts, if a number of tokens is requested
-FOR_TEXTS, FOR_FEATURES, FOR_JUDGING = 0.4, 0.25, 0.1  # shares of the requested minutes
+FOR_TEXTS, FOR_JUDGING = 0.4, 0.1  # shares of the requested minutes
 LEAST_JUDGING = 60.0
 """Minimum seconds for judging, but at most a third of the total."""
 FEW = 20_000
@@ -87,7 +88,6 @@ class Training(Stages):
 
     Attributes:
         skip: the draft's resolved skip config.
-        tap: number of sublayers after which it reads states; None: all.
         curve: progress on held-out windows: points with training `tokens`, `loss`, and `overlap` by
             step of the draft.
         facts: what was trained, on how much, and how long it took; set by `run`.
@@ -112,10 +112,10 @@ class Training(Stages):
         )
         rate = RATES[recipe.kind] if recipe.rate is None else recipe.rate
         self.recipe = replace(recipe, skip=self.skip, rate=rate)
-        self.tap = self.skip.shared_prefix() if follows_exit(recipe.kind) else None
         self.opened, self.corpus = opened, corpus
-        stages = ("texts", "features", "training")
-        super().__init__(folder, self._identity(), stages, opened.device, **reporting)
+        super().__init__(
+            folder, self._identity(), ("texts", "training"), opened.device, **reporting
+        )
         opened.model.requires_grad_(False)
         self.facts: dict[str, Any] = {}
 
@@ -127,15 +127,11 @@ class Training(Stages):
     def run(self) -> SkipConfig:
         """Run all stages; returns the trained draft's skip config, also kept in the folder."""
         ids, texts = self._windows()
-        processes.on_first(lambda: self._make_features(ids))
-        files = [*(self.work / "features").glob("*.safetensors")]
-        ids = ids[: features.CHUNK * len(files)]  # others were left out for lack of time
         recipe, frequent = self.recipe, self._frequent(texts)
-        inputs = LossInputs(self.opened, frequent)
-        student = Student(self.opened, recipe.kind)
+        student = Student(self.opened, recipe.kind, self.skip.shared_prefix(), frequent)
         whole = 60 * (recipe.minutes or 0.0)
         judging = max(FOR_JUDGING * whole, min(LEAST_JUDGING, whole / 3))
-        self._train(student, ids, lambda some: self._steps(student, inputs, ids, some), judging)
+        self._train(student, ids, student.steps, judging)
         self.facts["parameters"] = sum(each.numel() for each in student.parameters())
         processes.on_first(lambda: self._write(student, frequent))
         return SkipConfig.load(self.folder / TRAINED_FILE)
@@ -144,7 +140,7 @@ class Training(Stages):
         """The texts, made if missing, and their windows (N, T)."""
         processes.on_first(self._make_texts)
         texts, recipe = data.all_texts(self.work / "texts"), self.recipe
-        ids = features.windows([text.ids for text in texts], recipe.window)
+        ids = data.windows([text.ids for text in texts], recipe.window)
         if recipe.tokens is not None and not self.corpus.answers:  # texts may be of any length
             enough = math.ceil(recipe.tokens / PASSES / recipe.window)
             ids = ids[: max(recipe.rows, enough) + APART]
@@ -175,27 +171,14 @@ class Training(Stages):
         with torch.no_grad():
             for _ in range(2):  # the first one is slow
                 began = time.monotonic()
-                features.run(self.opened, ids)
+                hidden, step = self.opened.first_pass(ids.to(self.opened.device))
+                self.opened.run(hidden, step, range(self.opened.num_sublayers))
         drawn = data.BATCH * seconds / (time.monotonic() - began)
         few = " That is few: expect little of it." if drawn < FEW else ""
         self.say(
             f"{self.recipe.minutes:g} minutes suffice to train on about {drawn:,.0f} tokens of "
             f"answers, each several times.{few}"
         )
-
-    def _make_features(self, ids: Tensor) -> None:
-        folder, tokens = self.work / "features", ids.numel()
-        there = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-        self._check_space(features.nbytes(self.opened, tokens, self.tap) - there, "features")
-        limit, read = FOR_FEATURES * 60 * (self.recipe.minutes or math.inf), 0
-        made = features.compute(
-            self.opened, ids, folder, tap=self.tap, more=lambda: self.seconds["features"] < limit
-        )
-        for done in self.timed("features", made):
-            read = done * ids.shape[1]
-            self.progress(f"features: {read:,} of {tokens:,} tokens", read / tokens)
-        if read < tokens:
-            self.say(f"the first {read:,} of {tokens:,} tokens are used: there is no time for more")
 
     def _check_space(self, nbytes: int, what: str) -> None:
         free = shutil.disk_usage(self.work).free
@@ -220,13 +203,13 @@ class Training(Stages):
         self,
         module: nn.Module,
         ids: Tensor,
-        steps_of: Callable[[list[int]], list[Step]],
+        steps_of: Callable[[Tensor], list[Step]],
         judging: float,
     ) -> None:
         """Train a module on windows (N, T), and measure it on the last of them, held out.
 
         Args:
-            steps_of: the draft's steps on the windows with these numbers.
+            steps_of: the draft's steps on some of them, (B, T).
             judging: seconds to leave for judging.
         """
         recipe, a_step = self.recipe, self.recipe.rows * self.recipe.window
@@ -237,15 +220,15 @@ class Training(Stages):
         def step_loss(step: int, _: float) -> Tensor:
             numbers = windows_of(apart.start, recipe.rows, step, recipe.seed)
             with self.precision():
-                mine = steps_of(numbers[processes.rank() :: processes.count()])
-                return distance(loss, mine, at)
+                mine = ids[numbers[processes.rank() :: processes.count()]]
+                return distance(loss, steps_of(mine.to(self.device)), at)
 
         @torch.no_grad()
         def measure(tokens: int) -> None:
             losses, found = [], []
             with self.precision():
                 for number in apart:
-                    steps = steps_of([number])
+                    steps = steps_of(ids[[number]].to(self.device))
                     losses.append(distance(loss, steps, at).item())
                     found.append(overlaps(steps, at))
             means = [fmean(step) for step in zip(*found, strict=True)]
@@ -284,15 +267,3 @@ class Training(Stages):
             model_hash=trained.base,
             decoding=DecodingOptions(lookup=True),
         ).save(self.folder / TRAINED_FILE)
-
-    def _steps(
-        self, student: Student, inputs: LossInputs, ids: Tensor, numbers: list[int]
-    ) -> list[Step]:
-        """The draft's steps on the windows with these numbers."""
-        device = self.opened.device
-        some, folder = ids[numbers].to(device), self.work / "features"  # (B, T)
-        states, tapped = features.states_of(folder, numbers).to(device), None
-        if self.tap is not None:
-            tapped = features.states_of(folder, numbers, features.TAPPED).to(device)
-        batch = inputs.batch(some, states, tapped)
-        return inputs.steps(student(batch), batch)

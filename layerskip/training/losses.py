@@ -3,32 +3,25 @@
 A drafted token is accepted with probability alpha = sum min(p, q) = 1 - TV(p, q), where p is the
 target's distribution and q the draft's. Drafts are trained to raise alpha, but TV alone has little
 gradient if the two are far apart.
-Shapes: B windows, T tokens of one, H hidden width, V vocabulary, n tokens that a loss covers.
+Shapes: V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from layerskip.backends.base import logit_transform
-from layerskip.model.opened_model import OpenedModel
 from layerskip.training.processes import average
-from layerskip.weights.draft_head import TrimmedHead
 
 Step = tuple[Tensor, Tensor, Tensor | None]
 """Of a draft's step, its logits (..., V), the target's, and the text's next tokens (...), -1 for
 none; None: no loss reads them."""
 Loss = Callable[[Tensor, Tensor, Any, float], Tensor]
 """Computes a scalar from a step and a temperature."""
-DraftStates = list[tuple[Tensor, int]]
-"""For each step of a draft, hidden states (B, T - a, H), and a: how many tokens after the next one
-they predict."""
 
 ETA = 3.0  # of `lk`, as published for blocks that read the target's states
 DEEPER = 0.8  # weight of each later step, which matters only if those before it are right
@@ -74,55 +67,3 @@ def distance(loss: Loss, steps: Sequence[Step], temperature: float) -> Tensor:
 def overlaps(steps: Sequence[Step], temperature: float) -> list[float]:
     """For each step of a draft, the mean overlap of its distributions with the target's."""
     return [overlap(logits, target, temperature).item() for logits, target, _ in steps]
-
-
-@dataclass(frozen=True)
-class TrainingBatch:
-    """The data of a training step.
-
-    Attributes:
-        ids: token ids, (B, T).
-        states: the target's last hidden states, (B, T, H).
-        tapped: its states at the draft's exit, (B, T, H).
-        target: its logits, (B, T, n).
-        following: the index among the n tokens of the text's next one, (B, T), -1 if not included.
-    """
-
-    ids: Tensor
-    states: Tensor
-    tapped: Tensor | None
-    target: Tensor
-    following: Tensor
-
-
-class LossInputs:
-    """Compares a draft's hidden states with the target's, using the frozen norm and head.
-
-    Args:
-        tokens: the tokens that the loss covers, (n,).
-    """
-
-    def __init__(self, model: OpenedModel, tokens: Tensor) -> None:
-        self.norm, self.cap, self.dtype = model.decoder.norm, logit_transform(model), model.dtype
-        self.rows = TrimmedHead(model.unembedding, tokens.tolist())
-        self.places = torch.full((model.vocabulary,), -1)  # index of each token among these
-        self.places[tokens] = torch.arange(len(tokens))
-        self.places = self.places.to(model.device)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Logits of hidden states (B, T, H), with gradients: float32, (B, T, n)."""
-        out = F.linear(self.norm(hidden.to(self.dtype)), self.rows.weight, self.rows.bias)
-        return (out if self.cap is None else self.cap(out)).float()
-
-    @torch.no_grad()
-    def batch(self, ids: Tensor, states: Tensor, tapped: Tensor | None) -> TrainingBatch:
-        """The data of a step, from windows (B, T) and states (B, T, H)."""
-        following = F.pad(self.places[ids[:, 1:]], (0, 1), value=-1)  # (B, T)
-        return TrainingBatch(ids, states, tapped, self.logits(states), following)
-
-    def steps(self, states: DraftStates, batch: TrainingBatch) -> list[Step]:
-        """The steps of a draft, from their hidden states."""
-        return [
-            (self.logits(hidden), batch.target[:, ahead:], batch.following[:, ahead:])
-            for hidden, ahead in states
-        ]

@@ -2,8 +2,8 @@
 
 `torchrun` or `accelerate launch` starts them and sets environment variables with their number. Each
 has the whole model and takes the same steps with its own rows of the batch. Gradients are averaged,
-so that all have the same weights. Only the first process makes texts and features, writes files and
-judges. A single process counts as the first.
+so that all have the same weights. Only the first process makes texts, writes files and judges. A
+single process counts as the first.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-_PATIENCE = timedelta(days=7)  # time that others wait while the first makes texts and features
+_PATIENCE = timedelta(days=7)  # time that others wait while the first makes texts
 
 
 @contextmanager

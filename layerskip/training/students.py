@@ -1,26 +1,25 @@
 """The modules that are trained, by kind of draft.
 
-Shapes: B windows, T tokens of one, H hidden width, K tokens predicted at once.
+Shapes: B windows, T tokens of one, H hidden width, K tokens predicted at once, V vocabulary, n
+tokens that the loss covers.
 """
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from layerskip.backends.base import logit_transform
 from layerskip.config.registry import TRAINED, named
 from layerskip.config.skips import SkipConfig
 from layerskip.model.opened_model import OpenedModel
-from layerskip.training.losses import DraftStates, TrainingBatch
+from layerskip.training.losses import Step
+from layerskip.weights.draft_head import TrimmedHead
 
 RATES = {"exit-block": 3e-3, "heads": 5e-3, "streams": 5e-3, "assistant": 1e-3, "eagle3": 1e-3}
 """Learning rates by kind. On demo-gemma2, modules reach in 150,000 tokens what took 240,000 to
 470,000 at a fifth or a tenth of it."""
-
-
-def follows_exit(kind: str) -> bool:
-    """Whether a draft of a kind follows an early exit, and reads the target's states there."""
-    return kind in TRAINED and bool(named("module", kind).behind_exit)
 
 
 def skip_for(kind: str, skip: SkipConfig | None, num_layers: int) -> SkipConfig:
@@ -30,7 +29,7 @@ def skip_for(kind: str, skip: SkipConfig | None, num_layers: int) -> SkipConfig:
     Raises:
         ValueError: the skip config does not suit this kind.
     """
-    if not follows_exit(kind):
+    if kind not in TRAINED or not named("module", kind).behind_exit:
         resolved = (skip or SkipConfig()).resolve(num_layers)
         if resolved.shared_prefix() < 2 * num_layers:
             raise ValueError(
@@ -47,25 +46,55 @@ def skip_for(kind: str, skip: SkipConfig | None, num_layers: int) -> SkipConfig:
 
 
 class Student(nn.Module):
-    """A draft's module in training, with weights in float32.
+    """A draft's module in training, with weights in float32, and the frozen target that it follows.
+
+    The target reads each window once. Its norm and head turn states into logits, the module's too.
 
     Args:
         kind: of draft; `config.registry` names the class of its module.
+        tap: number of sublayers after which an exit block reads states.
+        tokens: the tokens that the loss covers, (n,).
     """
 
-    def __init__(self, model: OpenedModel, kind: str) -> None:
+    def __init__(self, target: OpenedModel, kind: str, tap: int, tokens: Tensor) -> None:
         super().__init__()
-        self.block = named("module", kind)(model).float()
-        self.embed = model.embed
+        self.block = named("module", kind)(target).float()
+        self.target, self.tap, self.finish = target, tap, logit_transform(target)
+        self.head = TrimmedHead(target.unembedding, tokens.tolist())
+        places = torch.full((target.vocabulary,), -1)  # index of each token among these
+        places[tokens] = torch.arange(len(tokens))
+        self.places = places.to(target.device)  # (V,)
 
-    def forward(self, batch: TrainingBatch) -> DraftStates:
-        """The states of the draft's steps on windows: one step after an exit, or all in a pass."""
+    def steps(self, ids: Tensor) -> list[Step]:
+        """The draft's steps on windows (B, T): one after an exit, or all in a pass."""
+        tapped, states, wanted = self._read(ids)
+        following = F.pad(self.places[ids[:, 1:]], (0, 1), value=-1)  # (B, T)
         if self.block.behind_exit:
-            return [(self.block(batch.tapped), 0)]
-        before = F.pad(batch.states[:, :-1], (0, 0, 1, 0))  # (B, T, H) of the token before each
-        made = self.block(before, self.embed(batch.ids).float())  # (B, T, K, H)
+            made = self.block(tapped)[:, :, None]  # (B, T, 1, H)
+        else:
+            before = F.pad(states[:, :-1], (0, 0, 1, 0))  # (B, T, H) of the token before each
+            made = self.block(before, self.target.embed(ids).float())  # (B, T, K, H)
         count = made.shape[1]
-        return [(made[:, : count - k, k], k) for k in range(min(made.shape[2], count))]
+        return [
+            (self._logits(made[:, : count - k, k]), wanted[:, k:], following[:, k:])
+            for k in range(min(made.shape[2], count))
+        ]
+
+    @torch.no_grad()
+    def _read(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The target's states at the tap and at its end, (B, T, H) each, and logits (B, T, n)."""
+        target = self.target
+        with torch.autocast(ids.device.type, enabled=False):  # as exact as in decoding
+            hidden, step = target.first_pass(ids)
+            tapped = target.run(hidden, step, range(self.tap))
+            states = target.run(tapped, step, range(self.tap, target.num_sublayers))
+        return tapped.float(), states.float(), self._logits(states)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """Logits of states (B, T, H), with gradients: float32, (B, T, n)."""
+        hidden = self.target.decoder.norm(hidden.to(self.target.dtype))
+        out = F.linear(hidden, self.head.weight, self.head.bias)
+        return (out if self.finish is None else self.finish(out)).float()
 
     def weights(self) -> dict[str, Tensor]:
         """The tensors for the draft's file."""
