@@ -140,7 +140,8 @@ def training(folder, texts, stop="never", model=None, **changes):
     torch.set_num_threads(1)
     model = lively_model("llama", dtype=torch.float32) if model is None else model
     recipe = ExitRecipe(**HOW | changes)
-    return ExitTraining(model, Letters(), None, texts, recipe, folder, progress=progress)
+    given = stages.Texts(Letters(), None, texts)
+    return ExitTraining(model, given, recipe, folder, progress=progress)
 
 
 FIVE = (*(f"training: {step * 32} tokens" for step in (1, 4, 5, 9)), "judging exits after")
@@ -252,7 +253,8 @@ def test_random_weights_learn_the_text(tmp_path, texts):
     model = random_model(tmp_path / "config.json", lively_model("llama"), 0)
     how = {"init": "random", "loss": "ce", "keep": 0.0, "exits": (), "steps": 40}
     recipe = ExitRecipe(**HOW | how | {"rate": 1e-2})
-    record = ExitTraining(model, Letters(), None, texts, recipe, tmp_path / "out").run()
+    given = stages.Texts(Letters(), None, texts)
+    record = ExitTraining(model, given, recipe, tmp_path / "out").run()
     assert rise(record) < -0.5
     assert record["recipe"]["exits"] == [1]
     assert random_model(None, tiny_model("llama").to("meta"), 0).device.type == "meta"
@@ -268,7 +270,7 @@ def test_random_weights_learn_the_text(tmp_path, texts):
 def test_a_model_that_runs_whole_is_refused(tmp_path, texts):
     model = small_model("gpt2").float()
     with pytest.raises(ValueError, match="sublayers of architecture 'gpt2' are not known"):
-        ExitTraining(model, Letters(), None, texts, ExitRecipe(steps=1), tmp_path / "out")
+        training(tmp_path / "out", texts, model=model)
     assert not (tmp_path / "out").exists()
 
 
@@ -276,5 +278,5 @@ def test_packed_weights_are_refused(tmp_path, texts):
     model = tiny_model("llama", dtype=torch.bfloat16, hidden_size=64, intermediate_size=96).float()
     assert store_halves(model)
     with pytest.raises(ValueError, match="trains plain weights; name the checkpoint"):
-        ExitTraining(model, Letters(), None, texts, ExitRecipe(steps=1), tmp_path / "out")
+        training(tmp_path / "out", texts, model=model)
     assert not (tmp_path / "out").exists()

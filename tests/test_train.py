@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 from datetime import timedelta
-from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -30,15 +29,16 @@ from layerskip.texts.prompts import Prompt
 from layerskip.training import (
     assistant_training,
     data,
-    draft_training,
     judging,
     processes,
     students,
+    token_files,
 )
 from layerskip.training.assistant_training import AssistantTraining
 from layerskip.training.draft_training import Recipe, Training
 from layerskip.training.loop import schedule
 from layerskip.training.losses import ETA, divergences, overlap
+from layerskip.training.stages import Texts
 
 BEGIN = {"exit-block": ExitBlock, "heads": Heads, "streams": Streams}
 BLOCKS = tuple(BEGIN)
@@ -129,7 +129,7 @@ def training(folder, model=None, **changes):
     told = {key: changes.pop(key) for key in ("progress", "started") if key in changes}
     opened = Sublayers(model, changes.pop("execution", "fused"))
     recipe = Recipe(**({"tokens": 640} | HOW | changes))
-    return Training(opened, source(model), recipe, folder, **told)
+    return Training(opened, Texts(Letters(), source(model)), recipe, folder, **told)
 
 
 def weights(folder):
@@ -150,7 +150,7 @@ def stop_at(words, share):
 
 @pytest.mark.parametrize(
     ("kind", "stage", "share"),
-    [("heads", "texts", 0.3), ("streams", "training", 0.5), ("exit-block", "training", 0.5)],
+    [("heads", "texts", 0.0), ("streams", "training", 0.5), ("exit-block", "training", 0.5)],
 )
 def test_a_second_start_goes_on_where_the_first_was(kind, stage, share, tmp_path, monkeypatch):
     """Once for each kind of file that a stage leaves."""
@@ -249,28 +249,45 @@ def test_a_step_reads_the_targets_own_states_and_logits(execution):
         whole = model(ids, output_hidden_states=True)
         for kind, tap in (("exit-block", 4), ("heads", opened.num_sublayers)):
             student = students.Student(opened, kind, tap, tokens)
-            tapped, states, logits = student._read(ids)
+            read = student._read(ids)
             if kind == "exit-block":
-                torch.testing.assert_close(tapped, whole.hidden_states[2], rtol=1e-4, atol=1e-4)
-            wanted = opened.logits(states)
+                torch.testing.assert_close(read[:, 0], whole.hidden_states[2], rtol=1e-4, atol=1e-4)
+            assert read.shape[1] == (2 if kind == "exit-block" else 1)
+            wanted = opened.logits(read[:, -1])
             torch.testing.assert_close(wanted, whole.logits, rtol=1e-4, atol=1e-4)
-            torch.testing.assert_close(logits, whole.logits[..., tokens], rtol=1e-4, atol=1e-4)
             for ahead, (drafted, asked, following) in enumerate(student.steps(ids)):
                 assert drafted.shape == asked.shape == (2, 16 - ahead, len(tokens))
-                assert torch.equal(asked, logits[:, ahead:])
+                of_model = whole.logits[:, ahead:, tokens]
+                torch.testing.assert_close(asked, of_model, rtol=1e-4, atol=1e-4)
                 known = following[0] >= 0
                 right = [t for t in ids[0, 1 + ahead :].tolist() if t % 2 and t > 2]
                 assert tokens[following[0][known]].tolist() == right
+            student.target = None  # is not asked a second time
+            assert torch.equal(student._read(ids.flip(0)), read.flip(0))
 
 
 def test_given_texts_are_read_only_as_far_as_needed(tmp_path, monkeypatch):
-    """A batch of them may be far longer than the tokens or the time to train on."""
-    given = [Prompt(id=str(i), text="all that there is to read " * 40) for i in range(5)]
-    long = source(lively_model("llama"), given=given, answer=False)
-    monkeypatch.setattr(sys.modules[__name__], "source", lambda _: long)
-    few = training(tmp_path / "few", tokens=320, kind="heads")
+    """They may be far longer than the tokens to train on; windows of others are held out."""
+    file = tmp_path / "texts.jsonl"
+    lines = [{"text": f"text {n} is all there is to read"} for n in range(200)]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    model = lively_model("llama", dtype=torch.float32)
+    recipe = Recipe(**HOW | {"tokens": 320, "kind": "heads"})
+    few = Training(Sublayers(model), Texts(Letters(), None, file), recipe, tmp_path / "few")
     few.run()
-    assert few.facts["text_tokens"] == 16 * (320 // 2 // 16 + draft_training.APART)
+    assert 160 <= few.facts["text_tokens"] < 160 + 40
+    train, held = (token_files.windows(few.work / name, 16) for name in ("train.bin", "apart.bin"))
+    assert len(train) * 16 == few.facts["text_tokens"]
+    assert not any((window == held[0]).all() for window in train)
+
+    def judged(_, prompts, **__):
+        raise Stopped(prompts)
+
+    monkeypatch.setattr(judging, "take_trace", judged)
+    with pytest.raises(Stopped) as stopped:
+        judging.judge(few, SkipConfig())
+    ((prompt,),) = stopped.value.args
+    assert torch.equal(prompt, held[:1, :-1].long())
 
 
 @pytest.mark.parametrize("kind", ["exit-block", *thorough(*BLOCKS[1:])])
@@ -281,7 +298,7 @@ def test_training_makes_a_draft_right_more_often(kind, tmp_path, monkeypatch):
     unseen = [torch.tensor([[1, 2 + 5 * i, 90 - 5 * i]]) for i in range(16)]
     trace = judging.answers(Sublayers(model, "fused"), unseen, 0.8)
     untrained = training(tmp_path / "untrained", model, tokens=64, rate=0.0, kind=kind).run()
-    trained = training(tmp_path / "trained", model, tokens=1200, rate=2e-2, kind=kind)
+    trained = training(tmp_path / "trained", model, tokens=1600, rate=2e-2, kind=kind)
     before, after = (sum(replay(trace, each).survival) for each in (untrained, trained.run()))
     assert after > before + 0.1
     assert trained.curve[-1]["overlap"][0] > trained.curve[0]["overlap"][0] + 0.03
@@ -304,19 +321,13 @@ def test_nothing_that_is_kept_apart_is_trained_on():
     given = source(model)
     assert len(given.apart) == 1
     assert len(given.known) == 8
-    trained_on = [text.ids[: text.prompt] for n in range(5) for text in given.batch(n)]
-    assert all(ids not in trained_on for ids in given.held_out(9))
-    texts = source(model, given=prompts(20), answer=False)
-    assert [text.prompt for text in texts.batch(0)] == [0] * 4
-    assert texts.batch(9) == []
-    assert len(texts.apart) == 2
-    assert all(text.ids not in texts.apart for n in range(5) for text in texts.batch(n))
-    assert all(any(one[: len(ids)] == ids for one in texts.apart) for ids in texts.held_out(9))
+    trained_on = [text for n in range(5) for text in given.batch(n)]
+    assert all(text[: len(ids)] != ids for ids in given.held_out(9) for text in trained_on)
     own = source(model, given=None)
     held = own.held_out(4)
-    assert own.batch(1)[0].ids[:1] == held[0][:1] == [1]
+    assert own.batch(1)[0][:1] == held[0][:1] == [1]
     assert len(set(map(tuple, held))) == 4  # four different prompts
-    begins = [tuple(text.ids) for n in range(3) for text in own.batch(n)]
+    begins = [tuple(text) for n in range(3) for text in own.batch(n)]
     assert all(text[: len(ids)] != tuple(ids) for ids in held for text in begins)
     assert own.batch(1) == own.batch(1) != own.batch(2)
 
@@ -329,25 +340,27 @@ def test_texts_are_cut_short_when_it_is_late(monkeypatch):
     given.late = math.inf
     whole = given.batch(0)
     for short, long in zip(cut, whole, strict=True):
-        assert long.ids[: len(short.ids)] == short.ids
-    assert sum(len(text.ids) - text.prompt for text in cut) == 5 * data.BATCH
-    assert sum(len(text.ids) - text.prompt for text in whole) > 5 * data.BATCH
+        assert long[: len(short)] == short
+    asked = sum(len(given.known[n % len(given.known)]) for n in range(data.BATCH))
+    assert sum(map(len, cut)) - asked == 5 * data.BATCH
+    assert sum(map(len, whole)) - asked > 5 * data.BATCH
 
 
 def test_a_later_start_makes_the_same_texts(tmp_path):
-    """Whatever time it has: checkpoint and held-out windows belong to these texts."""
+    """A damaged file is drawn again; the others are kept."""
     given, folder = source(lively_model("llama", dtype=torch.float32)), tmp_path / "texts"
-    made = [*data.collect(given, folder, tokens=math.inf, more=lambda: False)]
-    texts = data.all_texts(folder)
+    made = [*data.up_to(data.answers(given, folder, lambda: True), 900)]
+    assert sum(map(len, made[:-1])) < 900 <= sum(map(len, made))
+    assert len(list(folder.iterdir())) == math.ceil(len(made) / 4) > 1
     (folder / "00000.json").unlink()  # as an error about a damaged file advises
-    again = data.collect(given, folder, tokens=math.inf, more=lambda: True)
-    assert [*islice(again, 3)] == made
-    assert data.all_texts(folder) == texts
+    again = [*data.answers(given, folder, lambda: False)]
+    assert again[: len(made)] == made
+    assert len(again) == 4 * math.ceil(len(made) / 4)
 
 
 def test_minutes_bound_all_starts_and_what_came_before(tmp_path, started, monkeypatch):
     """Loading took 60 of 300 seconds, an earlier start 30; judging gets a third, or a minute."""
-    monkeypatch.setattr(draft_training.time, "monotonic", lambda: 1000.0)
+    monkeypatch.setattr(judging.time, "monotonic", lambda: 1000.0)
     how = {"tokens": None, "minutes": 5.0, "started": 940.0}
     training(tmp_path / "draft", **how)
     new_assistant_training(tmp_path / "assistant", started, **how)
@@ -426,12 +439,12 @@ def test_held_out_texts_that_end_at_once_are_passed_over(tmp_path, monkeypatch):
     monkeypatch.setattr(judging, "cost_tables", lambda _, drafts, __: costs[: len(drafts)])
     made = training(tmp_path, model, tokens=64)
     skip = made.run()
-    (ended,) = made.corpus.apart
+    (ended,) = made.texts.corpus.apart
     new = generate(model, torch.tensor([ended]), enabled=False, max_new_tokens=1).sequences[0, -1]
     model.generation_config.eos_token_id = new.item()
     with pytest.raises(ValueError, match=r"was not judged; use .*trained\.json, or train on other"):
         judging.judge(made, skip)
-    made.corpus.apart = [ended, [5, 9, 3, 44], ended]
+    made.texts.corpus.apart = [ended, [5, 9, 3, 44], ended]
     assert judging.judge(made, skip)["held_out"]["prompts"] == 2
 
 
@@ -458,8 +471,9 @@ def test_what_cannot_be_trained_is_refused(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=f"{tmp_path} is not empty, and holds no training; name"):
         training(tmp_path, model)
     other = source(model, given=prompts(10)[1:])  # as many
+    texts, opened = Texts(Letters(), other), Sublayers(model, "fused")
     with pytest.raises(ValueError, match="holds a training with another hash of prompts"):
-        Training(Sublayers(model, "fused"), other, Recipe(tokens=640, **HOW), tmp_path / "a")
+        Training(opened, texts, Recipe(tokens=640, **HOW), tmp_path / "a")
 
 
 # ---- Assistants ----
@@ -469,9 +483,8 @@ def new_assistant_training(folder, start, **changes):
     model = lively_model("gemma4", dtype=torch.float32)
     told = {key: changes.pop(key) for key in ("progress", "started") if key in changes}
     recipe = Recipe(**({"tokens": 640} | HOW | {"kind": "assistant"} | changes))
-    return AssistantTraining(
-        str(start), Sublayers(model, "modules"), source(model), recipe, folder, **told
-    )
+    texts = Texts(Letters(), source(model))
+    return AssistantTraining(str(start), Sublayers(model, "modules"), texts, recipe, folder, **told)
 
 
 @pytest.fixture

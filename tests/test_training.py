@@ -8,13 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from letters import Letters
 from models import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import layerskip
 from layerskip.training import loop, token_files
 from layerskip.training.exit_model import ExitModel, exit_table
-from layerskip.training.stages import BaseRecipe, Stages
+from layerskip.training.stages import BaseRecipe, Stages, Texts
 
 SHIPPED = Path(layerskip.__file__).parent / "models"
 
@@ -41,9 +42,11 @@ def test_a_loss_that_is_not_finite_stops_the_run(wrong, tmp_path):
         return zero * math.nan if wrong == "loss" else zero.sqrt()
 
     class Plain(Stages):
-        recipe = BaseRecipe(rate=0.1)
+        recipe = BaseRecipe(rate=0.1, window=16)
 
-    stages = Plain(tmp_path / "out", {}, ["texts", "training"], model.device)
+    (tmp_path / "text").write_text("all that there is to read\n" * 999)
+    texts = Texts(Letters(), None, tmp_path / "text")
+    stages = Plain(tmp_path / "out", {}, texts, model.device)
     with pytest.raises(FloatingPointError, match="at step 0"):
         next(loop.train(stages, model, loss, 3, 0.0))
     assert not stages.checkpoint.exists()

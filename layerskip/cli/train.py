@@ -21,7 +21,6 @@ from layerskip.config.registry import LossName, StudentName
 from layerskip.config.skips import SkipConfig
 from layerskip.files.locking import LOCK, alone
 from layerskip.files.trainings import check_record
-from layerskip.texts.prompts import Prompt
 
 MINUTES = 30.0
 
@@ -148,8 +147,6 @@ def train(
         kinds = ", ".join(get_args(StudentName))
         raise ValueError(f"--recipe draft needs --draft KIND, one of {kinds}")
     loss = loss or "lk"
-    if prompts is not None and texts is not None:
-        raise ValueError("give --prompts or --texts, not both")
     if draft != "exit-block":
         _refuse({"exit-layer": exit_layer}, "--draft exit-block")
     if draft not in ("assistant", "eagle3"):
@@ -171,11 +168,8 @@ def train(
     from layerskip.training.draft_training import Recipe, Training
     from layerskip.training.eagle_training import EagleTraining
     from layerskip.training.judging import judge
-    from layerskip.training.stages import RECORD
-    from layerskip.training.token_files import documents
+    from layerskip.training.stages import RECORD, Texts
 
-    if texts is not None:
-        asked = [Prompt(id=str(n), text=each) for n, each in enumerate(documents(texts), 1)]
     with _together(output):
         talk = Talk(quiet or not processes.is_first())
         loaded = open_model(loading, talk)
@@ -191,14 +185,12 @@ def train(
             temperature=temperature,
             rows=-(-Recipe.rows // together) * together,
         )
-        corpus = Corpus(
-            loaded.model,
-            loaded.tokenizer,
-            asked,
-            answer=texts is None,
-            temperature=temperature,
-            seed=seed,
-        )
+        corpus = None
+        if texts is None or asked is not None:
+            corpus = Corpus(
+                loaded.model, loaded.tokenizer, asked, temperature=temperature, seed=seed
+            )
+        read = Texts(loaded.tokenizer, corpus, texts)
         with open_passes(loaded, loading, talk, torch.get_num_threads()) as opened:
             reporting = _reporting(talk, started)
             if draft in ("assistant", "eagle3"):
@@ -207,9 +199,9 @@ def train(
                     raise ValueError(f"--start must name a head or an assistant, got {start}")
                 place = None if official is None else str(official.folder or start)
                 training_of = EagleTraining if draft == "eagle3" else AssistantTraining
-                record = training_of(place, opened, corpus, settings, output, **reporting).run_all()
+                record = training_of(place, opened, read, settings, output, **reporting).run_all()
             else:
-                training = Training(opened, corpus, settings, output, **reporting)
+                training = Training(opened, read, settings, output, **reporting)
                 record = training.finished(RECORD, check_record) or {}
                 if not record:
                     made = training.run()
@@ -293,6 +285,7 @@ def train_exits(
     from layerskip.training.data import Corpus
     from layerskip.training.exit_model import random_model
     from layerskip.training.exit_training import ExitRecipe, ExitTraining
+    from layerskip.training.stages import Texts
 
     recipe = ExitRecipe(**settings)
     with _together(output), cpu_threads(loading.threads):
@@ -306,7 +299,8 @@ def train_exits(
                 model, tokenizer, asked, temperature=recipe.temperature, seed=recipe.seed
             )
         reporting = _reporting(talk, started)
-        record = ExitTraining(model, tokenizer, corpus, texts, recipe, output, **reporting).run()
+        read = Texts(tokenizer, corpus, texts)
+        record = ExitTraining(model, read, recipe, output, **reporting).run()
         if not processes.is_first():
             return
     _show(talk, _verdict(output, "exits"), f"benchmark {output} --prompts FILE", record, as_json)

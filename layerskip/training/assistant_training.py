@@ -25,9 +25,10 @@ from layerskip.model.assistants import load_assistant
 from layerskip.model.draft_modules import AHEAD
 from layerskip.model.opened_model import OpenedModel
 from layerskip.model.sublayers import Sublayers
-from layerskip.training import data, processes
+from layerskip.training import processes
 from layerskip.training.draft_training import Recipe, Training
 from layerskip.training.losses import Step
+from layerskip.training.stages import Texts
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ class AssistantTraining(Training):
 
     Args:
         start: the assistant's checkpoint: a folder or a Hub id.
-        opened, corpus, recipe, folder, reporting: as for `Training`.
+        opened, texts, recipe, folder, reporting: as for `Training`.
 
     Raises:
         ValueError: the folder holds another training, or the assistant is another model's.
@@ -117,22 +118,22 @@ class AssistantTraining(Training):
         self,
         start: str | None,
         opened: OpenedModel,
-        corpus: data.Corpus,
+        texts: Texts,
         recipe: Recipe,
         folder: Path,
         **reporting: Any,
     ) -> None:
         self.start: Any = start
         self.check(opened)  # rejects a wrong start now, not in an hour
-        super().__init__(opened, corpus, replace(recipe, kind=self.kind), folder, **reporting)
+        super().__init__(opened, texts, replace(recipe, kind=self.kind), folder, **reporting)
 
     def check(self, opened: OpenedModel) -> None:
         """Raise an error for a start that does not fit the model."""
         loaded = load_assistant(self.start, dtype=opened.dtype).to(opened.device)
         Official(opened, Sublayers(loaded, "modules"))
 
-    def initial(self, texts: list[data.TrainingText]) -> Any:
-        """The assistant at the beginning of training."""
+    def initial(self, windows: Tensor) -> Any:
+        """The assistant at the beginning of training on windows (N, T + 1)."""
         return load_assistant(self.start)
 
     def steps_on(self, assistant: Any, ids: Tensor) -> list[Step]:
@@ -152,8 +153,8 @@ class AssistantTraining(Training):
         """Run all stages; only the first process returns the record as long as it is new."""
         if done := self.finished(f"{self.kind}.json"):
             return done
-        windows, texts = self._windows()
-        assistant = self.initial(texts).to(self.opened.device)
+        windows = self.windows()
+        assistant = self.initial(windows).to(self.opened.device)
         dtype, assistant = assistant.dtype, assistant.float()
         # Measuring the last point of the curve takes no longer than a few steps.
         self._train(assistant, windows, lambda ids: self.steps_on(assistant, ids), judging=0.0)

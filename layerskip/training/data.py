@@ -1,4 +1,4 @@
-"""Texts for training a draft: a model's own answers, or given texts.
+"""A model's own answers as texts for training.
 
 A draft predicts its target's texts, so it is trained on them: answers sampled as in serving, to the
 user's prompts or, without any, to questions that the model makes up. Each batch of texts is a file,
@@ -12,22 +12,20 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from hashlib import sha256
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from layerskip.api.generation import decode
 from layerskip.api.loading import encode
-from layerskip.files.schema import parse
+from layerskip.files.schema import COUNT, items, parse
 from layerskip.files.writing import write_text
 from layerskip.texts.prompts import Prompt
-from layerskip.training.token_files import LINES
 
 BATCH = 48
 """Texts decoded together."""
@@ -42,26 +40,17 @@ _MARK = "\u2042\u2042"
 """A placeholder for a user's message, to find the text that the chat template adds around it."""
 
 
-@dataclass(frozen=True)
-class TrainingText:
-    """Tokens of a prompt and its continuation; the first `prompt` tokens are the prompt."""
-
-    ids: list[int]
-    prompt: int
-
-
 class Corpus:
-    """A source of training texts.
+    """A model's answers to prompts.
 
     Args:
-        given: prompts to answer; None: questions that the model makes up.
-        answer: False if the given prompts are complete texts, to be used unchanged.
+        given: the prompts; None: questions that the model makes up.
         temperature: of the answers.
 
     Attributes:
         drawn_by: the model that writes: the given one, or a copy of it in another precision.
         late: time (of `time.monotonic`) after which texts are cut short.
-        room: maximum number of tokens of a text.
+        room: maximum number of tokens of a prompt and its answer.
 
     Raises:
         ValueError: too few are given to hold one out, or a prompt leaves no room for an answer.
@@ -73,24 +62,22 @@ class Corpus:
         tokenizer: Any,
         given: Sequence[Prompt] | None,
         *,
-        answer: bool = True,
         temperature: float = 0.8,
         seed: int = 0,
     ) -> None:
         if given is not None and len(given) < 2:
-            what = "prompts" if answer else f"texts ({LINES} lines of plain text are one)"
             raise ValueError(
-                f"training needs at least 2 {what}, one of them held out to judge by; "
-                f"got {len(given)}"
+                "training needs at least 2 prompts, one of them held out to judge by; got "
+                f"{len(given)}"
             )
         self.model, self.tokenizer = model, tokenizer
         self.drawn_by, self.late = model, math.inf
-        self.temperature, self.seed, self.answers = temperature, seed, answer
+        self.temperature, self.seed = temperature, seed
         ids = [encode(tokenizer, each)[0].tolist() for each in given or ()]
         config = model.config.get_text_config()
         self.room: int = getattr(config, "max_position_embeddings", None) or sys.maxsize
         for prompt, one in zip(given or (), ids, strict=True):  # now, since some are read last
-            if answer and len(one) + LEAST_ROOM > self.room:
+            if len(one) + LEAST_ROOM > self.room:
                 raise ValueError(
                     f"prompt {prompt.id} has {len(one):,} tokens, and an answer needs room for "
                     f"{LEAST_ROOM}, but the model reads at most {self.room:,}; shorten it or leave "
@@ -102,31 +89,23 @@ class Corpus:
 
     @property
     def given(self) -> str:
-        """A hash of the given prompts or texts."""
-        given = json.dumps([self.answers, self.known, self.apart])
+        """A hash of the given prompts."""
+        given = json.dumps([self.known, self.apart])
         return sha256(given.encode()).hexdigest()[:16]
 
-    def batch(self, number: int) -> list[TrainingText]:
-        """The batch of training texts with this number. Only given texts can run out."""
-        if not self.answers:
-            mine = self.known[number * BATCH : (number + 1) * BATCH]
-            return [TrainingText(ids, 0) for ids in mine]
+    def batch(self, number: int) -> list[list[int]]:
+        """The batch of training texts with this number: prompts with their answers."""
         if self.known:
             places = range(number * BATCH, (number + 1) * BATCH)
             # A few prompts are repeated to fill the batch.
             questions = [self.known[i % len(self.known)] for i in places]
         else:
             questions = self._own_questions(number + 1)
-        return [
-            TrainingText(ids + new, len(ids))
-            for ids, new in zip(questions, self._continued(questions, number + 1), strict=True)
-        ]
+        answers = self._continued(questions, number + 1)
+        return [ids + new for ids, new in zip(questions, answers, strict=True)]
 
     def held_out(self, count: int) -> list[list[int]]:
         """Prompts that were held out: no training text begins with them."""
-        if not self.answers:
-            begun = [ids[: max(1, min(len(ids) // 2, LONGEST_QUESTION))] for ids in self.apart]
-            return begun[:count]
         if self.apart or self.tokenizer.chat_template:
             return self.apart[:count] or self._own_questions(0, count)
         starts = self._own_questions(0, count)  # all the same, so the model continues them
@@ -185,57 +164,41 @@ class Corpus:
         return new
 
 
-def collect(
-    corpus: Corpus, folder: Path, *, tokens: float, more: Callable[[], bool]
-) -> Iterator[int]:
-    """Write batches of texts to a folder until they contain `tokens` tokens, or none are left.
-
-    The number of batches is kept: later stages depend on it, so a later start may only repeat them.
+def answers(corpus: Corpus, folder: Path, more: Callable[[], bool]) -> Iterator[list[int]]:
+    """Yield the texts of a corpus from files of a folder, a batch each, which are made if missing.
 
     Args:
         more: whether to make another missing batch; the first is always made.
-
-    Yields:
-        The number of tokens so far, after each batch.
     """
     folder.mkdir(exist_ok=True)
-    finished = folder / "batches"
-    count = int(finished.read_text()) if finished.exists() else None
-    number = total = 0
-    while total < tokens and number != count:
+    for number in count():
         path = folder / f"{number:05}.json"
         if not path.exists():
-            wanted = number == 0 or count is not None or more()
-            texts = corpus.batch(number) if wanted else []
-            if not texts:
-                break
-            write_text(path, json.dumps([[text.prompt, text.ids] for text in texts]))
-        total, number = total + sum(len(text.ids) for text in read(path)), number + 1
-        yield total
-    write_text(finished, str(number))
+            if number and not more():
+                return
+            write_text(path, json.dumps(corpus.batch(number)))
+        yield from read(path)
 
 
-def read(path: Path) -> list[TrainingText]:
+def up_to(texts: Iterable[list[int]], tokens: float) -> Iterator[list[int]]:
+    """Yield texts until they contain so many tokens."""
+    total = 0
+    for text in texts:
+        yield text
+        total += len(text)
+        if total >= tokens:
+            return
+
+
+def read(path: Path) -> list[list[int]]:
     """Read the texts of a file.
 
     Raises:
         ValueError: the file is incomplete or changed.
     """
     try:
-        return [TrainingText(ids, prompt) for prompt, ids in parse(path.read_bytes())]
+        return items(items(COUNT))(parse(path.read_bytes()), "texts")  # type: ignore[no-any-return]
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"the texts in {path} are cut off or changed; remove the file to draw them again"
         ) from error
-
-
-def all_texts(folder: Path) -> list[TrainingText]:
-    """Every text of a folder, in order."""
-    return [text for path in sorted(folder.glob("*.json")) for text in read(path)]
-
-
-def windows(texts: Sequence[list[int]], length: int) -> Tensor:
-    """Concatenate texts, and cut them into windows (N, T); the rest is dropped."""
-    stream = torch.tensor([token for text in texts for token in text], dtype=torch.long)
-    count = len(stream) // length
-    return stream[: count * length].view(count, length)

@@ -8,8 +8,6 @@ Shapes: N windows, B of a step, T tokens of one.
 from __future__ import annotations
 
 import math
-import shutil
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -24,10 +22,10 @@ from layerskip.config.skips import DecodingOptions, LowPrecision, SkipConfig
 from layerskip.model.opened_model import OpenedModel
 from layerskip.model.trained_weights import TOKENS, save_trained
 from layerskip.texts.vocabulary import ranked
-from layerskip.training import data, processes
+from layerskip.training import processes
 from layerskip.training.loop import train, windows_of
 from layerskip.training.losses import Step, distance, overlaps
-from layerskip.training.stages import BaseRecipe, Stages
+from layerskip.training.stages import BaseRecipe, Stages, Texts
 from layerskip.training.students import RATES, Student, skip_for
 from layerskip.weights.fingerprint import fingerprint
 from layerskip.weights.stored import unpacked_copy
@@ -38,8 +36,6 @@ PASSES = 2  # over the texts, if a number of tokens is requested
 FOR_TEXTS, FOR_JUDGING = 0.4, 0.1  # shares of the requested minutes
 LEAST_JUDGING = 60.0
 """Minimum seconds for judging, but at most a third of the total."""
-FEW = 20_000
-"""Tokens of answers that, read twice, gave most of the gain of SmolLM2's drafts."""
 APART = 8  # maximum number of windows held out to measure the curve
 POINTS = 8  # of the curve, plus one before training
 ROUNDED_MODULE = LowPrecision(bits=8, attention=(), mlp=())
@@ -97,11 +93,12 @@ class Training(Stages):
     """
 
     recipe: Recipe
+    few = 40_000  # so many gave most of the gain of SmolLM2's drafts
 
     def __init__(
         self,
         opened: OpenedModel,
-        corpus: data.Corpus,
+        texts: Texts,
         recipe: Recipe,
         folder: Path,
         **reporting: Any,
@@ -112,123 +109,76 @@ class Training(Stages):
         )
         rate = RATES[recipe.kind] if recipe.rate is None else recipe.rate
         self.recipe = replace(recipe, skip=self.skip, rate=rate)
-        self.opened, self.corpus = opened, corpus
-        super().__init__(
-            folder, self._identity(), ("texts", "training"), opened.device, **reporting
-        )
+        self.opened = opened
+        super().__init__(folder, self._identity(), texts, opened.device, **reporting)
         opened.model.requires_grad_(False)
         self.facts: dict[str, Any] = {}
 
     def _identity(self) -> dict[str, Any]:
-        """The values that identify this training."""
-        facts = {"base": fingerprint(self.opened.model), "hash of prompts": self.corpus.given}
-        return self.recipe.to_dict() | facts
+        """The values that identify this training, besides its texts."""
+        return self.recipe.to_dict() | {"base": fingerprint(self.opened.model)}
 
     def run(self) -> SkipConfig:
         """Run all stages; returns the trained draft's skip config, also kept in the folder."""
-        ids, texts = self._windows()
-        recipe, frequent = self.recipe, self._frequent(texts)
+        windows = self.windows()
+        recipe, frequent = self.recipe, self.frequent(windows)
         student = Student(self.opened, recipe.kind, self.skip.shared_prefix(), frequent)
         whole = 60 * (recipe.minutes or 0.0)
         judging = max(FOR_JUDGING * whole, min(LEAST_JUDGING, whole / 3))
-        self._train(student, ids, student.steps, judging)
+        self._train(student, windows, student.steps, judging)
         self.facts["parameters"] = sum(each.numel() for each in student.parameters())
         processes.on_first(lambda: self._write(student, frequent))
         return SkipConfig.load(self.folder / TRAINED_FILE)
 
-    def _windows(self) -> tuple[Tensor, list[data.TrainingText]]:
-        """The texts, made if missing, and their windows (N, T)."""
-        processes.on_first(self._make_texts)
-        texts, recipe = data.all_texts(self.work / "texts"), self.recipe
-        ids = data.windows([text.ids for text in texts], recipe.window)
-        if recipe.tokens is not None and not self.corpus.answers:  # texts may be of any length
-            enough = math.ceil(recipe.tokens / PASSES / recipe.window)
-            ids = ids[: max(recipe.rows, enough) + APART]
-        if len(ids) <= recipe.rows:
-            raise ValueError(
-                f"the texts hold {sum(len(text.ids) for text in texts)} tokens, too few for a "
-                f"step ({recipe.rows} windows of {recipe.window}) and a window kept apart; give "
-                "more prompts or texts, and another folder"
-            )
-        return ids, texts
+    def windows(self) -> Tensor:
+        """The windows of the texts, made if missing, (N, T + 1)."""
+        recipe, corpus, model = self.recipe, self.texts.corpus, self.opened.model
+        enough = math.inf if recipe.tokens is None else recipe.tokens / PASSES
+        if corpus is not None and self.half and processes.is_first():
+            corpus.drawn_by = unpacked_copy(model).bfloat16()  # faster, and close to its law
+        windows = self.make_texts(enough, FOR_TEXTS, APART)
+        if corpus is not None:
+            corpus.drawn_by = model
+        return windows
 
-    def _make_texts(self) -> None:
-        recipe = self.recipe
-        enough = math.inf if recipe.tokens is None else math.ceil(recipe.tokens / PASSES)
-        left = self.until - time.monotonic() + self.seconds["texts"]
-        limit = FOR_TEXTS * max(1.0, left)
-        if recipe.minutes is not None and self.corpus.answers:
-            self._estimate(limit)
-        self._check_space(0 if recipe.tokens is None else 8 * recipe.tokens, "texts")
-        if self.half and self.corpus.answers:  # faster, and close to the model's law
-            self.corpus.drawn_by = unpacked_copy(self.opened.model).bfloat16()
-        self.collect(self.corpus, enough, limit)
-        self.corpus.drawn_by = self.opened.model
-
-    def _estimate(self, seconds: float) -> None:
-        """Estimate how many tokens the model can answer in the time for texts, and say so."""
-        ids = torch.ones(1, data.BATCH, dtype=torch.long)
-        with torch.no_grad():
-            for _ in range(2):  # the first one is slow
-                began = time.monotonic()
-                hidden, step = self.opened.first_pass(ids.to(self.opened.device))
-                self.opened.run(hidden, step, range(self.opened.num_sublayers))
-        drawn = data.BATCH * seconds / (time.monotonic() - began)
-        few = " That is few: expect little of it." if drawn < FEW else ""
-        self.say(
-            f"{self.recipe.minutes:g} minutes suffice to train on about {drawn:,.0f} tokens of "
-            f"answers, each several times.{few}"
-        )
-
-    def _check_space(self, nbytes: int, what: str) -> None:
-        free = shutil.disk_usage(self.work).free
-        if nbytes > free:
-            raise ValueError(
-                f"{what} need {nbytes / 1e9:.1f} GB in {self.folder}, but {free / 1e9:.1f} GB are "
-                "free; free some, or train on fewer tokens or for fewer minutes"
-            )
-        if nbytes >= 1e6:
-            self.say(f"{what} take {nbytes / 1e6:.0f} MB on disk during training")
-
-    def _frequent(self, texts: list[data.TrainingText]) -> Tensor:
-        """The tokens that the loss covers: the most frequent in the answers, (n,)."""
-        answers = torch.tensor([token for text in texts for token in text.ids[text.prompt :]])
-        frequent = ranked([answers], self.opened.vocabulary)[: self.recipe.vocabulary]
-        covered = torch.isin(answers, frequent).double().mean().item() if len(answers) else 0.0
-        self.say(f"the loss covers {len(frequent):,} tokens, {covered:.1%} of the answers'")
+    def frequent(self, windows: Tensor) -> Tensor:
+        """The tokens that the loss covers: the most frequent in the texts, (n,)."""
+        tokens = windows.flatten().long()
+        frequent = ranked([tokens], self.opened.vocabulary)[: self.recipe.vocabulary]
+        covered = torch.isin(tokens, frequent).double().mean().item()
+        self.say(f"the loss covers {len(frequent):,} tokens, {covered:.1%} of the texts'")
         self.facts["covered"] = covered
         return frequent.sort().values
 
     def _train(
         self,
         module: nn.Module,
-        ids: Tensor,
+        windows: Tensor,
         steps_of: Callable[[Tensor], list[Step]],
         judging: float,
     ) -> None:
-        """Train a module on windows (N, T), and measure it on the last of them, held out.
+        """Train a module on windows (N, T + 1), and measure it on those held out.
 
         Args:
-            steps_of: the draft's steps on some of them, (B, T).
+            steps_of: the draft's steps on token ids (B, T).
             judging: seconds to leave for judging.
         """
         recipe, a_step = self.recipe, self.recipe.rows * self.recipe.window
         loss, at = named("loss", recipe.loss), recipe.temperature
-        count = len(ids) - max(1, min(APART, len(ids) // 16))
-        apart = range(max(recipe.rows, count), len(ids))
+        apart = self.held_out(recipe.window, APART)[:, None, :-1]  # (N, 1, T)
 
         def step_loss(step: int, _: float) -> Tensor:
-            numbers = windows_of(apart.start, recipe.rows, step, recipe.seed)
+            numbers = windows_of(len(windows), recipe.rows, step, recipe.seed)
+            mine = windows[numbers[processes.rank() :: processes.count()], :-1]  # (B, T)
             with self.precision():
-                mine = ids[numbers[processes.rank() :: processes.count()]]
-                return distance(loss, steps_of(mine.to(self.device)), at)
+                return distance(loss, steps_of(mine.long().to(self.device)), at)
 
         @torch.no_grad()
         def measure(tokens: int) -> None:
             losses, found = [], []
             with self.precision():
-                for number in apart:
-                    steps = steps_of(ids[[number]].to(self.device))
+                for ids in apart:
+                    steps = steps_of(ids)
                     losses.append(distance(loss, steps, at).item())
                     found.append(overlaps(steps, at))
             means = [fmean(step) for step in zip(*found, strict=True)]
@@ -243,7 +193,7 @@ class Training(Stages):
                 measure(step * a_step)
         self.facts |= {
             "tokens": self.curve[-1]["tokens"],  # measured after the last step, over all starts
-            "text_tokens": ids.numel(),
+            "text_tokens": len(windows) * recipe.window,
             "seconds": self.seconds,
             "curve": self.curve,
         }

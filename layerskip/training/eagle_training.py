@@ -21,7 +21,6 @@ from layerskip.decoding.sources.eagle import EagleHead
 from layerskip.model.draft_modules import AHEAD
 from layerskip.model.eagle_head import Eagle, load_eagle, save_eagle
 from layerskip.model.opened_model import OpenedModel
-from layerskip.training import data
 from layerskip.training.assistant_training import AssistantTraining, TargetReading, draft_steps
 from layerskip.training.losses import Step
 
@@ -142,7 +141,7 @@ class EagleTraining(AssistantTraining):
     """Trains an EAGLE-3 head; the output head and embeddings stay unchanged.
 
     Args:
-        start: a head to train further; None: a new one, for the answers' most frequent tokens.
+        start: a head to train further; None: a new one, for the texts' most frequent tokens.
     """
 
     kind = "eagle3"
@@ -155,8 +154,8 @@ class EagleTraining(AssistantTraining):
             return new_head(opened, tokens)
         return load_eagle(self.start, dtype=opened.dtype).to(opened.device)
 
-    def initial(self, texts: list[data.TrainingText]) -> Eagle:
-        head = self._begun(self.opened, self._frequent(texts))
+    def initial(self, windows: Tensor) -> Eagle:
+        head = self._begun(self.opened, self.frequent(windows))
         for name, weight in head.named_parameters():
             weight.requires_grad_(not name.startswith(("embed_tokens", "lm_head")))
         return head

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
-from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -25,24 +24,22 @@ from layerskip.api.drafts import automatic_draft
 from layerskip.config.registry import named
 from layerskip.config.skips import SkipConfig
 from layerskip.families.wrappers import peft
-from layerskip.files.schema import parse
+from layerskip.files.schema import checked, number, parse
 from layerskip.files.trainings import EXITS_SCHEMA, check_exit_record
 from layerskip.files.writing import readable, write_text
 from layerskip.model.opened_models import open_model
-from layerskip.training import data, processes, token_files
+from layerskip.training import processes
 from layerskip.training.exit_model import ExitModel, enabled, exit_table, exit_weights, kept_layers
 from layerskip.training.exit_results import best_exit, card, curve, judged_exits
 from layerskip.training.judging import BEFORE, TIMED, TRAINED, chosen, clock
-from layerskip.training.loop import StepLoss, train, windows_of
+from layerskip.training.loop import train, windows_of
 from layerskip.training.losses import divergences
-from layerskip.training.stages import RECORD, BaseRecipe, Stages
+from layerskip.training.stages import RECORD, BaseRecipe, Stages, Texts
 from layerskip.weights.fingerprint import fingerprint
 from layerskip.weights.stored import stored_weights
 
 APART = 16
 """Number of windows held out to judge by."""
-FEW = 80_000
-"""Tokens in which demo-gemma2's exits made most of their gain; fewer cause a note."""
 FOR_TEXTS, FOR_JUDGING = 0.2, 0.05
 """Shares of the minutes: for all texts, and for judging once."""
 QUESTION = 64  # maximum tokens of a timed prompt
@@ -69,20 +66,18 @@ class ExitRecipe(BaseRecipe):
     """
 
     exits: tuple[int, ...] = ()
-    keep: float = 1.0
+    keep: float = checked(number(0), 1.0)
     dropout: float = 0.1
     curriculum: str = "rotational"
     lora: int | None = None
     init: str = "checkpoint"
     steps: int | None = None
-    rate: float = 3e-4
+    rate: float = checked(number(0), 3e-4)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, most in (("keep", math.inf), ("dropout", 1)):
-            value = getattr(self, name)
-            if not 0 <= value < most:
-                raise ValueError(f"{name} must be 0 or more and less than {most}, got {value}")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout must be 0 or more and less than 1, got {self.dropout}")
         if self.init == "random" and (self.loss != "ce" or self.lora is not None):
             raise ValueError("random weights are trained towards the text: loss ce, without lora")
         if self.steps is None and self.minutes is None:
@@ -105,25 +100,21 @@ class ExitTraining(Stages):
 
     Args:
         model: of an opened family; its weights change.
-        tokenizer: written together with the checkpoint.
-        corpus: provides the model's own answers; None: there are none.
-        texts: a file of texts; None: none.
+        texts: what it is trained on; their tokenizer is written together with the checkpoint.
         folder: for the checkpoint; empty, or of the same training.
         reporting: as for `Stages`.
 
     Raises:
-        ValueError: the model has no such exit, the texts are too short, the folder holds something
-            else, or peft is missing.
+        ValueError: the model has no such exit, peft is missing, or as for `Stages`.
     """
 
     recipe: ExitRecipe
+    few = 80_000  # in so many, demo-gemma2's exits made most of their gain
 
     def __init__(
         self,
         model: Any,
-        tokenizer: Any,
-        corpus: data.Corpus | None,
-        texts: Path | None,
+        texts: Texts,
         recipe: ExitRecipe,
         folder: Path,
         **reporting: Any,
@@ -135,7 +126,7 @@ class ExitTraining(Stages):
         self.module = ExitModel(model)
         self.layers = self.module.known.num_layers
         self.recipe = recipe = recipe.for_model(self.layers)
-        self.model, self.tokenizer, self.corpus, self.texts = model, tokenizer, corpus, texts
+        self.model = model
         if recipe.lora is not None:
             peft()
             if processes.count() > 1:
@@ -145,26 +136,9 @@ class ExitTraining(Stages):
                 f"--rows must be a multiple of {processes.count()}, the number of processes, got "
                 f"{recipe.rows}"
             )
-        if corpus is None:
-            token_files.check_length(self._given(), recipe.rows, recipe.window)
         self.dtype, self.base = model.dtype, fingerprint(model)
-        stages = ("texts", "training", "judging")
-        super().__init__(folder, self._identity(), stages, model.device, **reporting)
-
-    def _identity(self) -> dict[str, Any]:
-        """The values that identify this training."""
-        corpus = self.corpus
-        return asdict(self.recipe) | {
-            "base": self.base,
-            "hash of prompts": None if corpus is None else corpus.given,
-            "texts": None if self.texts is None else self.texts.stat().st_size,
-            "processes": processes.count(),
-        }
-
-    def _given(self) -> Iterator[list[int]]:
-        if self.texts is None:
-            return iter(())
-        return token_files.tokenised(token_files.documents(self.texts), self.tokenizer)
+        identity = asdict(recipe) | {"base": self.base, "processes": processes.count()}
+        super().__init__(folder, identity, texts, model.device, **reporting)
 
     def run(self) -> dict[str, Any]:
         """Run all stages; returns the record, which is kept together with the checkpoint.
@@ -174,14 +148,8 @@ class ExitTraining(Stages):
         if done := self.finished(RECORD, check_exit_record):
             return done
         recipe = self.recipe
-        processes.on_first(self._make_texts)
-        files = (self.work / token_files.TRAIN, self.work / token_files.APART)
-        tokens, apart = map(token_files.length_of, files)
-        if min(tokens // recipe.rows, apart) <= recipe.window:
-            raise ValueError(
-                f"the texts hold {tokens:,} tokens, too few for a step of {recipe.rows} "
-                f"windows of {recipe.window}; give more texts or minutes, and another folder"
-            )
+        need = math.inf if recipe.steps is None else recipe.steps * recipe.rows * recipe.window
+        windows = self.make_texts(need, FOR_TEXTS, APART)
         frozen = None
         if not self.half:
             self.model.float()
@@ -196,31 +164,10 @@ class ExitTraining(Stages):
                 if each is not None:
                     _shard(each, self.device)
         before = self._judged("before")
-        self._train(frozen, adapted, tokens)
+        self._train(frozen, adapted, windows)
         if adapted is not None:
             adapted.merge_and_unload()
-        return self._finish(before, tokens)
-
-    def _make_texts(self) -> None:
-        """Write missing token files."""
-        recipe, work = self.recipe, self.work
-        if (work / token_files.TRAIN).exists():
-            return
-        need = math.inf if recipe.steps is None else recipe.steps * recipe.rows * recipe.window
-        limit = FOR_TEXTS * 60 * (recipe.minutes or math.inf)
-        texts: Iterator[list[int]] = takewhile(
-            lambda _: self.seconds["texts"] < limit, self._given()
-        )
-        if self.corpus is not None:
-            part = 1 if self.texts is None else 2  # a file provides the other half
-            self.collect(self.corpus, need / part, limit / part)
-            answers = (text.ids for text in data.all_texts(work / "texts"))
-            texts = chain(answers, texts)
-        written = token_files.write_tokens(
-            texts, work, tokens=need, length=recipe.window, apart=APART
-        )
-        for total in self.timed("texts", written):
-            self.progress(f"texts: {total:,} tokens", min(1.0, total / need))
+        return self._finish(before, len(windows) * recipe.window)
 
     def _judged(self, name: str) -> list[dict[str, float]]:
         """The table of exits on held-out windows, kept in a file."""
@@ -240,7 +187,7 @@ class ExitTraining(Stages):
 
         N is limited by a share of the minutes, and is the same after training.
         """
-        windows, path = self._held_out(self.recipe.window, APART), self.work / "windows.json"
+        windows, path = self.held_out(self.recipe.window, APART), self.work / "windows.json"
         if not path.exists():
             began = time.monotonic()
             yield windows[:1]
@@ -249,14 +196,8 @@ class ExitTraining(Stages):
             processes.on_first(lambda: write_text(path, json.dumps(count)))
         yield windows[: parse(path.read_bytes())]
 
-    def _held_out(self, length: int, most: int) -> Tensor:
-        """At most so many windows of T tokens of the held-out texts, (N, T + 1)."""
-        windows = token_files.windows(self.work / token_files.APART, length)[:most]
-        return windows.long().to(self.device)
-
-    def _train(self, frozen: ExitModel | None, adapted: Any, text_tokens: int) -> None:
-        """Train on the windows of the texts, which hold so many tokens."""
-        windows = token_files.windows(self.work / token_files.TRAIN, self.recipe.window)
+    def _train(self, frozen: ExitModel | None, adapted: Any, windows: Tensor) -> None:
+        """Train on windows (N, T + 1)."""
         recipe, last = self.recipe, self.layers
         loss_of, towards_text = named("loss", recipe.loss), recipe.loss == "ce"
         at = 1.0 if towards_text else recipe.temperature
@@ -290,25 +231,10 @@ class ExitTraining(Stages):
                     losses.append(recipe.keep * divergences(logits[last], target, 1.0)[0])
             return torch.stack(losses).sum()
 
-        a_step = recipe.rows * recipe.window
-        if recipe.minutes is not None:
-            self._estimate(step_loss, a_step, text_tokens)
         total, judging = recipe.steps or 1 << 40, 1.5 * self.seconds["judging"]
         steps = train(self, self.module, step_loss, total, judging)
         for _, loss, _ in self.timed("training", steps):
             self.curve.append(loss)
-
-    def _estimate(self, step_loss: StepLoss, a_step: int, text_tokens: int) -> None:
-        """Estimate what is possible in the minutes, after a step that is undone."""
-        began = time.monotonic()
-        torch.autograd.backward(step_loss(0, 0.0))
-        self.module.zero_grad()
-        steps = self.budget(1.5 * self.seconds["judging"]) / (time.monotonic() - began)
-        few = " That is few: expect little of it." if steps * a_step < FEW else ""
-        self.say(
-            f"{self.recipe.minutes:g} minutes suffice for about {steps:,.0f} steps of {a_step:,} "
-            f"tokens, {steps * a_step / text_tokens:.0%} of the texts.{few}"
-        )
 
     def _finish(self, before: list[dict[str, float]], text_tokens: int) -> dict[str, Any]:
         """Write the checkpoint and its results; returns these."""
@@ -324,7 +250,7 @@ class ExitTraining(Stages):
         shutil.rmtree(partial, ignore_errors=True)
         state = {name: weight.to(self.dtype) for name, weight in state.items()}
         self.model.to(self.dtype).save_pretrained(partial, state_dict=state)
-        self.tokenizer.save_pretrained(partial)
+        self.texts.tokenizer.save_pretrained(partial)
         best, promised = best_exit(after)
         skip, timed = self._timed(partial, best)
         record = {
@@ -360,7 +286,7 @@ class ExitTraining(Stages):
         drafts, usual = {TRAINED: SkipConfig.early_exit(best)}, automatic_draft(opened).skip
         if usual is not None:
             drafts[BEFORE] = usual
-        windows = self._held_out(min(self.recipe.window, QUESTION), TIMED)
+        windows = self.held_out(min(self.recipe.window, QUESTION), TIMED)
         prompts = [window[None, :-1] for window in windows]
         temperature = self.recipe.temperature
         timed = clock(

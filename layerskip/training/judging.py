@@ -30,7 +30,7 @@ from layerskip.model.opened_model import OpenedModel
 from layerskip.replay.replayed_drafts import replay
 from layerskip.replay.trace import NothingToDraft, Trace, take_trace
 from layerskip.timing.cost_tables import cost_tables
-from layerskip.training.data import LEAST_ROOM
+from layerskip.training.data import LEAST_ROOM, LONGEST_QUESTION
 from layerskip.training.draft_training import TRAINED_FILE, Training
 from layerskip.training.stages import RECORD
 from layerskip.weights.fingerprint import fingerprint
@@ -52,9 +52,13 @@ def judge(training: Training, skip: SkipConfig, usual: SkipConfig | None = None)
     """
     opened, recipe = training.opened, training.recipe
     began = time.monotonic()
-    training.corpus.late = began + FOR_QUESTIONS * (training.until - began)
-    held = training.corpus.held_out(PROMPTS)
-    prompts = [torch.tensor([ids], device=opened.device) for ids in held]  # (1, T) each
+    if (corpus := training.texts.corpus) is None:
+        windows = training.held_out(min(recipe.window, LONGEST_QUESTION), PROMPTS)
+        prompts = [window[None, :-1] for window in windows]  # (1, T) each
+    else:
+        corpus.late = began + FOR_QUESTIONS * (training.until - began)
+        held = corpus.held_out(PROMPTS)
+        prompts = [torch.tensor([ids], device=opened.device) for ids in held]
     base, usual = replace(training.skip, num_layers=None), usual or automatic_draft(opened).skip
     drafts = {TRAINED: skip}
     if training.skip.shared_prefix() < opened.num_sublayers:  # otherwise it is the whole model

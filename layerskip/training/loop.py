@@ -39,10 +39,11 @@ def train(
 ) -> Iterator[tuple[int, float, float]]:
     """Train a model in a folder, from its checkpoint if there is one.
 
-    Training ends after `total_steps`, or when `judging` seconds are left. The learning rate is the
-    recipe's `rate * schedule(step, share)`. Model, optimizer, step and `stages.curve`, to which the
-    caller adds between steps, are written to a checkpoint atomically every SAVE_SECONDS and at the
-    end. With several processes, each has the loss of its own rows, and the first one writes. If a
+    Training ends after `total_steps`, or when `judging` seconds are left. In the latter case the
+    user is told, after the first step, how many will be possible. The learning rate is the recipe's
+    `rate * schedule(step, share)`. Model, optimizer, step and `stages.curve`, to which the caller
+    adds between steps, are written to a checkpoint atomically every SAVE_SECONDS and at the end.
+    With several processes, each has the loss of its own rows, and the first one writes. If a
     model's weights are sharded (FSDP2), each process writes its own to a folder.
 
     Yields:
@@ -54,6 +55,7 @@ def train(
         ValueError: an existing checkpoint cannot be read.
     """
     rate, log, recipe = stages.recipe.rate, stages.curve, stages.recipe
+    a_step = recipe.rows * recipe.window
     assert rate is not None  # a None was replaced by the kind's own
     weights = [each for each in model.parameters() if each.requires_grad]
     optimizer = AdamW(weights, lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
@@ -63,7 +65,8 @@ def train(
         read = _read_shards if shards else _read_checkpoint
         state = read(model, optimizer, stages.checkpoint)
         step, log[:] = state["step"], state["log"]
-    start = saved_at = time.monotonic()
+    begun, start = step, time.monotonic()
+    saved_at = start
     device = next(model.parameters()).device
     share = from_first(max(step / total_steps, before / total_seconds), device)
     while share < 1:
@@ -85,11 +88,17 @@ def train(
         step += 1
         seconds = before + time.monotonic() - start
         share = from_first(max(step / total_steps, seconds / total_seconds), device)
+        if step == begun + 1 and recipe.minutes is not None:
+            steps = step + (total_seconds - seconds) / (seconds - before)
+            few = " That is few: expect little of it." if steps * a_step < stages.few else ""
+            stages.say(
+                f"{recipe.minutes:g} minutes suffice for about {steps:,.0f} steps of {a_step:,} "
+                f"tokens.{few}"
+            )
         yield step, found, share  # before saving, since the caller may log this step
         left = max(0.0, seconds / max(share, 1e-9) * (1 - share))
         stages.progress(
-            f"training: {step * recipe.rows * recipe.window:,} tokens, loss {found:.3f}, "
-            f"{left / 60:.0f} min left",
+            f"training: {step * a_step:,} tokens, loss {found:.3f}, {left / 60:.0f} min left",
             min(1.0, share),
         )
         late = from_first(float(time.monotonic() - saved_at >= SAVE_SECONDS), device)

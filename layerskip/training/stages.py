@@ -9,18 +9,21 @@ import json
 import math
 import shutil
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from layerskip.files.documents import read
 from layerskip.files.locking import LOCK
-from layerskip.files.schema import parse
+from layerskip.files.schema import check_fields, checked, number, parse
 from layerskip.files.writing import write_text
-from layerskip.training import data, processes
+from layerskip.training import data, processes, token_files
 
 T = TypeVar("T")
 RECORD = "train.json"
@@ -43,20 +46,36 @@ class BaseRecipe:
     """
 
     loss: str = "lk"
-    minutes: float | None = None
+    minutes: float | None = checked(number(0, above=True))
     seed: int = 0
-    temperature: float = 0.8
-    rate: float | None = None
+    temperature: float = checked(number(0, above=True), 0.8)
+    rate: float | None = checked(number(0))
     window: int = 256
     rows: int = 4
 
     def __post_init__(self) -> None:
-        for name in ("minutes", "temperature"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise ValueError(f"{name} must be positive and finite, got {value}")
-        if self.rate is not None and not 0 <= self.rate < math.inf:
-            raise ValueError(f"rate must be 0 or more and finite, got {self.rate}")
+        check_fields(self)
+
+
+@dataclass(frozen=True)
+class Texts:
+    """The texts of a training: a model's answers, those of a file, or half of each."""
+
+    tokenizer: Any
+    corpus: data.Corpus | None
+    file: Path | None = None
+
+    def identity(self) -> dict[str, Any]:
+        """JSON values that identify them."""
+        return {
+            "hash of prompts": None if self.corpus is None else self.corpus.given,
+            "texts": None if self.file is None else self.file.stat().st_size,
+        }
+
+    def given(self) -> Iterator[list[int]]:
+        """Yield the token ids of the file's texts."""
+        if self.file is not None:
+            yield from token_files.tokenised(token_files.documents(self.file), self.tokenizer)
 
 
 class Stages:
@@ -65,7 +84,7 @@ class Stages:
     Args:
         folder: empty, or of the same training.
         identity: JSON values that identify the training.
-        stages: their names, including "texts" and "training".
+        texts: what is trained on.
         progress: called with a description of the stage and its completed share.
         say: called with messages for the user.
         started: time (of `time.monotonic`) when the minutes began; by default now.
@@ -78,16 +97,18 @@ class Stages:
         until: time (of `time.monotonic`) when everything should be done.
 
     Raises:
-        ValueError: the folder holds another training, or something else.
+        ValueError: the texts are too short, or the folder holds another training, or something
+            else.
     """
 
     recipe: BaseRecipe
+    few = 0  # tokens below which a training is not expected to gain much
 
     def __init__(
         self,
         folder: Path,
         identity: dict[str, Any],
-        stages: Iterable[str],
+        texts: Texts,
         device: torch.device,
         *,
         progress: Callable[[str, float], None] = lambda _what, _share: None,
@@ -95,12 +116,14 @@ class Stages:
         started: float | None = None,
     ) -> None:
         started = time.monotonic() if started is None else started
-        self.device, self.half = device, bfloat16_is_fast(device)
+        self.texts, self.device, self.half = texts, device, bfloat16_is_fast(device)
+        if texts.corpus is None:
+            token_files.check_length(texts.given(), self.recipe.rows, self.recipe.window)
         self.curve: list[Any] = []
         self.folder, self.work, self.progress, self.say = folder, folder / "work", progress, say
-        self._check_same(identity)
+        self._check_same(identity | texts.identity())
         self._clock, self.checkpoint = self.work / "seconds.json", self.work / "checkpoint.pt"
-        self.seconds: dict[str, float] = dict.fromkeys(stages, 0.0)
+        self.seconds = defaultdict[str, float](float)
         if self._clock.exists():
             self.seconds |= parse(self._clock.read_bytes())
         self.until = math.inf
@@ -163,15 +186,53 @@ class Stages:
                 write_text(self._clock, json.dumps(self.seconds))
             yield part
 
-    def collect(self, corpus: data.Corpus, tokens: float, limit: float) -> None:
-        """Let a corpus write texts of `tokens` tokens within `limit` seconds over all starts."""
-        made = data.collect(
-            corpus, self.work / "texts", tokens=tokens, more=lambda: self.seconds["texts"] < limit
+    def make_texts(self, tokens: float, share: float, apart: int) -> Tensor:
+        """The windows of the texts, (N, T + 1); those held out are in another file.
+
+        Args:
+            tokens: how many are enough to train on.
+            share: of the minutes, for making texts over all starts.
+            apart: number of windows to hold out.
+
+        Raises:
+            ValueError: the texts are too short.
+        """
+        recipe, files = self.recipe, (self.work / token_files.TRAIN, self.work / token_files.APART)
+        enough = max(tokens, recipe.rows * recipe.window) + recipe.rows
+        processes.on_first(lambda: self._write_texts(enough, share, apart))
+        there, held = map(token_files.length_of, files)
+        if min(there // recipe.rows, held) <= recipe.window:
+            raise ValueError(
+                f"the texts hold {there:,} tokens, too few for a step of {recipe.rows} windows of "
+                f"{recipe.window}; give more texts or minutes, and another folder"
+            )
+        return token_files.windows(files[0], recipe.window)
+
+    def _write_texts(self, tokens: float, share: float, apart: int) -> None:
+        """Write missing token files."""
+        if (self.work / token_files.TRAIN).exists():
+            return
+        limit, corpus = share * 60 * (self.recipe.minutes or math.inf), self.texts.corpus
+        texts: Iterator[list[int]] = takewhile(
+            lambda _: self.seconds["texts"] < limit, self.texts.given()
         )
-        corpus.late = time.monotonic() + limit - self.seconds["texts"]
-        for total in self.timed("texts", made):
-            share = max(total / tokens, self.seconds["texts"] / limit)
-            self.progress(f"texts: {total:,} tokens", min(1.0, share))
+        if corpus is not None:
+            # A file provides the other half.
+            most, until = (math.inf, limit) if self.texts.file is None else (tokens / 2, limit / 2)
+            corpus.late = time.monotonic() + until - self.seconds["texts"]
+            drawn = data.answers(corpus, self.work / "texts", lambda: self.seconds["texts"] < until)
+            texts = chain(data.up_to(drawn, most), texts)
+        written = token_files.write_tokens(
+            texts, self.work, tokens=tokens, length=self.recipe.window, apart=apart
+        )
+        for total in self.timed("texts", written):
+            done = max(total / tokens, self.seconds["texts"] / limit)
+            self.progress(f"texts: {total:,} tokens", min(1.0, done))
+
+    def held_out(self, length: int, most: int) -> Tensor:
+        """At most so many windows of T tokens of the held-out texts, (N, T + 1)."""
+        windows = token_files.windows(self.work / token_files.APART, length)[:most]
+        return windows.long().to(self.device)
 
     def precision(self) -> torch.autocast:
         """A context in which products use the training's precision."""

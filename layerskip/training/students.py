@@ -1,7 +1,7 @@
 """The modules that are trained, by kind of draft.
 
 Shapes: B windows, T tokens of one, H hidden width, K tokens predicted at once, V vocabulary, n
-tokens that the loss covers.
+tokens that the loss covers, D depths at which the target's states are read.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from layerskip.backends.base import logit_transform
 from layerskip.config.registry import TRAINED, named
 from layerskip.config.skips import SkipConfig
+from layerskip.files.environment import free_memory
 from layerskip.model.opened_model import OpenedModel
 from layerskip.training.losses import Step
 from layerskip.weights.draft_head import TrimmedHead
@@ -48,7 +49,8 @@ def skip_for(kind: str, skip: SkipConfig | None, num_layers: int) -> SkipConfig:
 class Student(nn.Module):
     """A draft's module in training, with weights in float32, and the frozen target that it follows.
 
-    The target reads each window once. Its norm and head turn states into logits, the module's too.
+    Its norm and head turn states into logits, the module's too. States that the target has read are
+    kept for later epochs, in up to half of the free memory.
 
     Args:
         kind: of draft; `config.registry` names the class of its module.
@@ -64,15 +66,19 @@ class Student(nn.Module):
         places = torch.full((target.vocabulary,), -1)  # index of each token among these
         places[tokens] = torch.arange(len(tokens))
         self.places = places.to(target.device)  # (V,)
+        self._kept: dict[bytes, Tensor] = {}  # by window, (D, T, H)
+        self._room = (free_memory() or 0) // 2
 
     def steps(self, ids: Tensor) -> list[Step]:
         """The draft's steps on windows (B, T): one after an exit, or all in a pass."""
-        tapped, states, wanted = self._read(ids)
+        read = self._read(ids)  # (B, D, T, H)
+        with torch.no_grad():
+            wanted = self._logits(read[:, -1])  # (B, T, n)
         following = F.pad(self.places[ids[:, 1:]], (0, 1), value=-1)  # (B, T)
         if self.block.behind_exit:
-            made = self.block(tapped)[:, :, None]  # (B, T, 1, H)
+            made = self.block(read[:, 0])[:, :, None]  # (B, T, 1, H)
         else:
-            before = F.pad(states[:, :-1], (0, 0, 1, 0))  # (B, T, H) of the token before each
+            before = F.pad(read[:, -1, :-1], (0, 0, 1, 0))  # (B, T, H) of the token before each
             made = self.block(before, self.target.embed(ids).float())  # (B, T, K, H)
         count = made.shape[1]
         return [
@@ -81,14 +87,24 @@ class Student(nn.Module):
         ]
 
     @torch.no_grad()
-    def _read(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The target's states at the tap and at its end, (B, T, H) each, and logits (B, T, n)."""
-        target = self.target
-        with torch.autocast(ids.device.type, enabled=False):  # as exact as in decoding
-            hidden, step = target.first_pass(ids)
-            tapped = target.run(hidden, step, range(self.tap))
-            states = target.run(tapped, step, range(self.tap, target.num_sublayers))
-        return tapped.float(), states.float(), self._logits(states)
+    def _read(self, ids: Tensor) -> Tensor:
+        """The target's states at the tap, unless that is its end, and at its end, (B, D, T, H)."""
+        keys, target = [row.tobytes() for row in ids.cpu().numpy()], self.target
+        found = self._kept
+        if not {*keys} <= found.keys():
+            states, done = [], 0
+            with torch.autocast(ids.device.type, enabled=False):  # as exact as in decoding
+                hidden, step = target.first_pass(ids)
+                for depth in sorted({self.tap, target.num_sublayers}):
+                    hidden = target.run(hidden, step, range(done, depth))
+                    states.append(hidden.cpu())
+                    done = depth
+            found = dict(zip(keys, torch.stack(states, 1), strict=True))
+            size = sum(each.nbytes for each in found.values())
+            if size <= self._room:
+                self._kept |= found
+                self._room -= size
+        return torch.stack([found[key] for key in keys]).to(ids.device).float()
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """Logits of states (B, T, H), with gradients: float32, (B, T, n)."""

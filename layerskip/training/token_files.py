@@ -62,11 +62,11 @@ def tokenised(texts: Iterable[str], tokenizer: Any) -> Iterator[list[int]]:
 
 
 def split(texts: Iterable[list[int]], apart: int, length: int) -> Iterator[tuple[str, list[int]]]:
-    """Assign each text to a file: of the first and every EVERY-th text, two windows' length is held
-    out, until there are `apart` windows."""
+    """Assign each text to a file: two windows' length is held out of the first texts, until they
+    fill one, and of every EVERY-th text, until there are `apart` windows."""
     kept = 0
     for number, ids in enumerate(texts):
-        if number % EVERY == 0 and kept <= apart * length:
+        if kept <= length or (number % EVERY == 0 and kept <= apart * length):
             kept += len(ids[: 2 * length])
             yield APART, ids[: 2 * length]
         else:
@@ -86,7 +86,7 @@ def check_length(texts: Iterable[list[int]], windows: int, length: int) -> None:
             return
     raise ValueError(
         f"the texts hold {sum(counts.values()):,} tokens, too few for {windows} windows of "
-        f"{length} to train on and one to judge by; give more, or shorten windows by --window T"
+        f"{length} to train on and one to judge by; give more, or shorten exits' windows (--window)"
     )
 
 
