@@ -359,11 +359,11 @@ def folder(tmp_path):
 
 
 def test_commands_train_and_draft_with_heads(folder, tmp_path):
-    texts = (" ".join(f"w{2 + i * j % 60}" for j in range(50)) for i in range(30))
+    texts = (" ".join(f"w{2 + i % 5 * j % 60}" for j in range(50)) for i in range(30))
     (folder / "texts.jsonl").write_text("\n".join(json.dumps({"text": each}) for each in texts))
     out = folder / "out"
     made = ("train", folder, "--draft", "eagle3", "--texts", folder / "texts.jsonl")
-    result = run(*made, "--tokens", 1024, "--output", out)
+    result = run(*made, "--tokens", 16_384, "--output", out)
     assert result.exit_code == 0, result.output
     assert (
         f"next: layerskip generate {folder} --prompt TEXT --assistant {out}/eagle3" in result.stderr
