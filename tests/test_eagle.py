@@ -2,6 +2,7 @@
 
 import copy
 import json
+import random
 
 import pytest
 import torch
@@ -359,11 +360,12 @@ def folder(tmp_path):
 
 
 def test_commands_train_and_draft_with_heads(folder, tmp_path):
-    texts = (" ".join(f"w{2 + i % 5 * j % 60}" for j in range(50)) for i in range(30))
+    draws = random.Random(0)  # all documents have one law, so that held-out ones resemble the others
+    texts = (" ".join(f"w{2 + draws.choice((i, 7))}" for i in range(50)) for _ in range(30))
     (folder / "texts.jsonl").write_text("\n".join(json.dumps({"text": each}) for each in texts))
     out = folder / "out"
     made = ("train", folder, "--draft", "eagle3", "--texts", folder / "texts.jsonl")
-    result = run(*made, "--tokens", 16_384, "--output", out)
+    result = run(*made, "--tokens", 8_192, "--output", out)
     assert result.exit_code == 0, result.output
     assert (
         f"next: layerskip generate {folder} --prompt TEXT --assistant {out}/eagle3" in result.stderr
