@@ -360,7 +360,7 @@ def folder(tmp_path):
 
 
 def test_commands_train_and_draft_with_heads(folder, tmp_path):
-    draws = random.Random(0)  # all documents have one law, so that held-out ones resemble the others
+    draws = random.Random(0)  # all documents have one law, also those held out
     texts = (" ".join(f"w{2 + draws.choice((i, 7))}" for i in range(50)) for _ in range(30))
     (folder / "texts.jsonl").write_text("\n".join(json.dumps({"text": each}) for each in texts))
     out = folder / "out"
