@@ -25,7 +25,7 @@ from layerskip.api.drafts import automatic_draft
 from layerskip.bench.methods import Task
 from layerskip.config.skips import SINK, DecodingOptions, SkipConfig
 from layerskip.costs.speculation import speedup_bound
-from layerskip.model.sublayers import Sublayers
+from layerskip.model.opened_models import Sublayers
 from layerskip.replay.trace import check_prompts, take_trace
 from layerskip.search import finalists, study
 from layerskip.search.finalists import Finalist, Progress

@@ -156,7 +156,7 @@ SIZES = {
     "sweeps": "timing.round_times.SWEEPS",
     # the pieces of long texts: texts that cross their edges as they are would take seconds each
     "spare": "cache.rows.SPARE",
-    "chunk": "decoding.sources.following.chunk_size",
+    "chunk": "model.opened_model.chunk_size",
     "piece": "decoding.places.PIECE",
     # the pieces of many texts: likewise
     "texts": "replay.trace.ROWS",

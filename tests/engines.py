@@ -11,7 +11,7 @@ from layerskip.decoding.laws import Law
 from layerskip.decoding.noise import stream_key
 from layerskip.decoding.passes import Passes
 from layerskip.decoding.seats import Seat
-from layerskip.model.sublayers import Sublayers
+from layerskip.model.opened_models import Sublayers
 
 SKIPS = models.SKIPS | {"nothing": SkipConfig()}
 

@@ -20,10 +20,8 @@ from layerskip.decoding.sources import source_of
 from layerskip.decoding.sources.assistant import Assistant
 from layerskip.decoding.sources.official import Official
 from layerskip.decoding.sources.universal import UniversalAssistant
-from layerskip.model.draft_modules import Heads
-from layerskip.model.opened_models import sublayers_of
-from layerskip.model.sublayers import Sublayers
-from layerskip.model.trained_weights import TOKENS, save_trained
+from layerskip.model.draft_modules import TOKENS, Heads, save_trained
+from layerskip.model.opened_models import Sublayers, sublayers_of
 from layerskip.research.blocks import ExitBlock, Layer, Streams
 from layerskip.research.logit_lookup import LogitTable
 

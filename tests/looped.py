@@ -10,7 +10,7 @@ from transformers import TemperatureLogitsWarper
 from layerskip.decoding.engine import Decoder, Request
 from layerskip.decoding.laws import Law
 from layerskip.decoding.noise import stream_key
-from layerskip.model.sublayers import Sublayers
+from layerskip.model.opened_models import Sublayers
 from layerskip.replay.trace import take_trace
 
 LENGTHS = (13, 3, 6)

@@ -3,7 +3,7 @@
 import random
 from copy import copy
 
-from layerskip.model.sublayers import Sublayers
+from layerskip.model.opened_models import Sublayers
 
 
 class Machine:

@@ -9,7 +9,7 @@ from models import FEW, WINDOW, lively_model
 
 from layerskip.decoding.sources.official import Official
 from layerskip.model.assistants import assistant_class
-from layerskip.model.sublayers import Sublayers
+from layerskip.model.opened_models import Sublayers
 
 KNOWN = importlib.util.find_spec("transformers.models.gemma4_assistant") is not None
 TARGETS = ("gemma4", "gemma4_dense", "gemma4_unified", "gemma4_mixture")

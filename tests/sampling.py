@@ -22,7 +22,7 @@ from layerskip.decoding.controllers import Fixed
 from layerskip.decoding.engine import Decoder, Request
 from layerskip.decoding.laws import Law
 from layerskip.decoding.noise import stream_key
-from layerskip.model.sublayers import Sublayers
+from layerskip.model.opened_models import Sublayers
 
 VOCABULARY, NEW_TOKENS, TEXTS = 5, 3, 1500
 LEVEL = 1e-6  # of every statistical test here

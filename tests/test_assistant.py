@@ -17,7 +17,7 @@ from layerskip.decoding.controllers import Fixed
 from layerskip.decoding.engine import Request
 from layerskip.decoding.laws import Law
 from layerskip.decoding.sources.assistant import Assistant
-from layerskip.model.sublayers import Sublayers
+from layerskip.model.opened_models import Sublayers
 from layerskip.replay.chains import Chains
 from layerskip.texts.vocabulary import check_vocabularies, warn_of_vocabularies
 from layerskip.timing.cost_tables import cost_tables

@@ -14,7 +14,7 @@ from layerskip.config.shipped import SHIPPED_PROMPTS
 from layerskip.costs.speculation import CostTable
 from layerskip.families.wrappers import UnsupportedModelError
 from layerskip.model.assistants import load_assistant
-from layerskip.model.sublayers import Sublayers
+from layerskip.model.opened_models import Sublayers
 from layerskip.texts.prompts import read_prompts
 from layerskip.training import assistant_training
 from layerskip.training.losses import distance, lk, overlaps

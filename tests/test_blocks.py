@@ -7,7 +7,7 @@ from models import FAMILIES, lively_model, prompt, tiny_model
 from layerskip.cache.rows import RowCache
 from layerskip.model.draft_modules import Heads
 from layerskip.model.opened_model import Pass
-from layerskip.model.sublayers import Sublayers
+from layerskip.model.opened_models import Sublayers
 from layerskip.research.blocks import ExitBlock, Layer, Streams
 
 COUNT = 13  # more than a sliding window

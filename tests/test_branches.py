@@ -13,7 +13,7 @@ from layerskip.decoding.controllers import Controller
 from layerskip.decoding.decoding_loop import trunk_first
 from layerskip.decoding.passes import Passes
 from layerskip.decoding.seats import Seat
-from layerskip.model.sublayers import Sublayers
+from layerskip.model.opened_models import Sublayers
 
 
 def opened_passes(opened, lengths, nodes=NODES):

@@ -10,7 +10,7 @@ from layerskip import SkipConfig, generate
 from layerskip.cache.rows import RowCache
 from layerskip.decoding.passes import Passes
 from layerskip.decoding.seats import Seat
-from layerskip.model.sublayers import Sublayers
+from layerskip.model.opened_models import Sublayers
 from layerskip.native.extension import refusal
 
 NATIVE = pytest.param(

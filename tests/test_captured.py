@@ -18,7 +18,7 @@ from layerskip.costs.speculation import CostTable
 from layerskip.decoding import live_target
 from layerskip.decoding.controllers import Controller
 from layerskip.decoding.passes import Passes
-from layerskip.model.sublayers import Sublayers
+from layerskip.model.opened_models import Sublayers
 
 EXIT = SkipConfig.early_exit(3)
 HOLES = SkipConfig(attention=(2, 4), mlp=(3,))

@@ -19,7 +19,7 @@ from layerskip.config.skips import SkipConfig
 from layerskip.decoding import draws, rules
 from layerskip.decoding.noise import TARGET, gumbel_noise
 from layerskip.decoding.passes import Passes
-from layerskip.model.sublayers import Sublayers
+from layerskip.model.opened_models import Sublayers
 from layerskip.texts.prompts import Prompt
 
 SKIP = SkipConfig.early_exit(3)

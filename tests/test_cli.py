@@ -30,7 +30,7 @@ from layerskip.config.skips import DecodingOptions, SkipConfig
 from layerskip.decoding.noise import stream_key
 from layerskip.files.locking import alone
 from layerskip.files.records import read_run, read_unfinished
-from layerskip.model.sublayers import EXECUTIONS, Sublayers
+from layerskip.model.opened_models import EXECUTIONS, Sublayers
 from layerskip.native import extension
 from layerskip.texts.prompts import Prompt
 from layerskip.version import __version__

@@ -13,7 +13,7 @@ from layerskip.bench.methods import Decoded, Engine, Peer, Task
 from layerskip.bench.runner import benchmark
 from layerskip.config.skips import SkipConfig
 from layerskip.decoding.rounds import Round
-from layerskip.model.sublayers import Sublayers
+from layerskip.model.opened_models import Sublayers
 from layerskip.texts.prompts import Prompt
 
 CPU = torch.device("cpu")

@@ -28,7 +28,7 @@ from layerskip.decoding.noise import stream_key
 from layerskip.decoding.sources import source_of
 from layerskip.decoding.sources.lookup import Lookup
 from layerskip.families import architecture
-from layerskip.model.sublayers import Sublayers
+from layerskip.model.opened_models import Sublayers
 from layerskip.timing import cost_tables as timing_tables
 from layerskip.timing.cost_tables import cost_tables
 from layerskip.timing.sublayer_costs import measure

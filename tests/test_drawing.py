@@ -21,7 +21,7 @@ from layerskip.decoding.engine import Decoder, Request
 from layerskip.decoding.laws import Law
 from layerskip.decoding.noise import accept_uniform, gumbel_noise, stream_key
 from layerskip.decoding.rules import residual
-from layerskip.model.sublayers import Sublayers
+from layerskip.model.opened_models import Sublayers
 from layerskip.replay import token_draws
 from layerskip.replay.replayed_drafts import replay
 from layerskip.replay.simulation import simulate

@@ -34,7 +34,7 @@ from layerskip.decoding.laws import Law
 from layerskip.decoding.noise import gumbel_noise, stream_key
 from layerskip.decoding.passes import Passes
 from layerskip.decoding.seats import Seat
-from layerskip.model.sublayers import Sublayers
+from layerskip.model.opened_models import Sublayers
 
 EXECUTIONS = ["modules", "fused", "captured"]
 COVERING = covering(FAMILIES, tuple(SKIPS), ("modules", "fused"))

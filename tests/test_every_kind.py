@@ -47,7 +47,7 @@ from layerskip.decoding.noise import accept_uniform
 from layerskip.decoding.passes import Passes
 from layerskip.decoding.seats import Seat
 from layerskip.decoding.sources.earlier import EarlierAnswers
-from layerskip.model.sublayers import Sublayers
+from layerskip.model.opened_models import Sublayers
 from layerskip.replay.replayed_drafts import follow, replay
 from layerskip.replay.simulation import simulate
 from layerskip.replay.trace import take_trace

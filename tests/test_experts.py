@@ -23,7 +23,7 @@ from layerskip.families.experts import (
     sum_of_experts,
 )
 from layerskip.families.plain import refusal
-from layerskip.model.sublayers import Sublayers
+from layerskip.model.opened_models import Sublayers
 from layerskip.search.fitting import space_for
 from layerskip.search.pipeline import Search
 from layerskip.search.record import trials_table

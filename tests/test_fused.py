@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers.models.gemma import modeling_gemma
 
 from layerskip.backends import fused
-from layerskip.model.sublayers import Sublayers
+from layerskip.model.opened_models import Sublayers
 
 AXES = FAMILIES, ("default", "eager"), tuple(BOUNDS)
 PAIRS = covering(*AXES)

@@ -56,7 +56,7 @@ from layerskip.costs.speculation import CostTable
 from layerskip.decoding.controllers import Fixed
 from layerskip.decoding.noise import stream_key
 from layerskip.library import cache_name
-from layerskip.model.sublayers import Sublayers
+from layerskip.model.opened_models import Sublayers
 from layerskip.search.pipeline import Search
 from layerskip.search.space import Space
 from layerskip.timing.cost_tables import place as where

@@ -22,7 +22,7 @@ from layerskip.backends import captured
 from layerskip.config.registry import CONTROLLERS
 from layerskip.decoding.controllers import Fixed
 from layerskip.decoding.noise import ACCEPT, DRAFT, TARGET, gumbel_noise, stream_key
-from layerskip.model.sublayers import Sublayers
+from layerskip.model.opened_models import Sublayers
 
 NEW_TOKENS = 20
 LENGTHS = (WINDOW + 5, 3, WINDOW + 2)

@@ -11,7 +11,7 @@ from official import assistant_of
 from pictured import COSTS, KINDS, LARGE, NEW_TOKENS, PLACEHOLDER, TWO_WAY, conditional, inputs_of
 
 from layerskip import LayerSkipDecoding, SkipConfig, generate, load
-from layerskip.model.sublayers import Sublayers
+from layerskip.model.opened_models import Sublayers
 
 
 def run(model, inputs, decoding=None, **how):

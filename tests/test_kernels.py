@@ -22,7 +22,7 @@ from layerskip.backends import captured
 from layerskip.backends.base import Variant
 from layerskip.cache.branches import Branches
 from layerskip.decoding.passes import Passes
-from layerskip.model.sublayers import Sublayers
+from layerskip.model.opened_models import Sublayers
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 BOUND = 1e-5  # error of a pass in float32; two correct ones differ by 1e-6

@@ -16,7 +16,6 @@ from layerskip.decoding import draws
 from layerskip.decoding.controllers import Controller, Fixed, Offer
 from layerskip.decoding.expected_gain import ExpectedGain
 from layerskip.decoding.noise import accept_uniform, stream_key
-from layerskip.decoding.rules import residual, without
 from layerskip.decoding.sources.lookup import NOTHING, LookupRow
 
 COSTS = CostTable(0.15, (1.0, 1.05, 1.1))
@@ -183,17 +182,6 @@ def test_processors_never_see_what_they_forbid():
 
 
 # ---- The law under the rejection rule ----
-
-
-def test_the_correction_of_a_token_without_a_law_is_that_of_a_law_for_it_alone():
-    p = torch.rand(50, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    p[:10, 2] = 0
-    p[10] = torch.eye(5)[3]
-    p = p / p.sum(-1, keepdim=True)
-    for token in range(5):
-        tokens = torch.full((50, 1), token)
-        alone = torch.zeros_like(p).scatter(1, tokens, 1.0)
-        torch.testing.assert_close(without(p, tokens), residual(p, alone))
 
 
 class Peeking(Lookup):

@@ -17,8 +17,8 @@ from layerskip.decoding.controllers import SIGNALS
 from layerskip.decoding.draws import Draws
 from layerskip.decoding.laws import Law
 from layerskip.decoding.noise import stream_key
+from layerskip.decoding.rounds import DraftedTokens
 from layerskip.decoding.rules import rule_of
-from layerskip.decoding.target import DraftedTokens
 
 # Llama-3.2-1B with an eighth of its width and lengths and a 64th of its vocabulary. Weights, cache,
 # activations and logits are then a 64th of theirs.

@@ -40,10 +40,10 @@ from layerskip.decoding.laws import Warp
 from layerskip.decoding.noise import gumbel_noise, starts_of, stream_key
 from layerskip.decoding.rules import largest, margins_of, runners_up, with_margin
 from layerskip.model.opened_model import Pass
-from layerskip.model.sublayers import Sublayers
+from layerskip.model.opened_models import Sublayers
 from layerskip.native import extension
 from layerskip.replay.chain_cache import ChainCache
-from layerskip.weights.draft_head import TrimmedHead
+from layerskip.weights.rounded import TrimmedHead
 
 DTYPES = (torch.float32, torch.bfloat16)
 SERVED = [family for family in EVERY if family not in models.MODULES_ONLY]

@@ -23,7 +23,7 @@ from layerskip.decoding.passes import Passes
 from layerskip.decoding.seats import Seat
 from layerskip.decoding.sources.official import Official
 from layerskip.library import cache_name
-from layerskip.model.sublayers import Sublayers
+from layerskip.model.opened_models import Sublayers
 
 # ---- Its steps, against the library's own class ----
 

@@ -15,7 +15,7 @@ from layerskip import SkipConfig, generate
 from layerskip.api.settings import LONGEST_DRAFT
 from layerskip.decoding.passes import Passes
 from layerskip.decoding.seats import Seat
-from layerskip.model.sublayers import Sublayers
+from layerskip.model.opened_models import Sublayers
 
 DTYPES = (torch.float32, torch.bfloat16)
 pytestmark = pytest.mark.usefixtures("built")
@@ -67,7 +67,7 @@ def carried(opened, lengths, chunk, threads):
         torch.set_num_threads(threads)
         session = Passes(opened, [], [Seat(each) for each in prompts], max_draft_length=1)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("layerskip.decoding.sources.following._CHUNK", chunk * len(lengths))
+            patch.setattr("layerskip.model.opened_model._CHUNK", chunk * len(lengths))
             logits = session.prefill()  # (B, V)
     finally:
         torch.set_num_threads(before)

@@ -22,7 +22,7 @@ from layerskip import SkipConfig
 from layerskip.bench.lawtest import chi_square, draw_rounds
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.controllers import Fixed
-from layerskip.model.sublayers import Sublayers
+from layerskip.model.opened_models import Sublayers
 from layerskip.research import spectr
 from layerskip.research.disco import Classifier, Disco, Draft, features, learn, main
 from layerskip.research.running_ahead import RunningAhead

@@ -24,7 +24,7 @@ from layerskip.costs.speculation import CostTable
 from layerskip.decoding.sources import load_drafter
 from layerskip.decoding.sources.earlier import EarlierAnswers
 from layerskip.decoding.sources.universal import UniversalAssistant
-from layerskip.model.sublayers import Sublayers
+from layerskip.model.opened_models import Sublayers
 from layerskip.research.disco import Classifier
 from layerskip.research.medusa import load_medusa
 from layerskip.research.running_ahead import RunningAhead

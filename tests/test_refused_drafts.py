@@ -15,7 +15,7 @@ from models import tiny_model
 from safetensors.torch import save
 
 from layerskip import SkipConfig, generate, load
-from layerskip.model.trained_weights import save_trained
+from layerskip.model.draft_modules import save_trained
 from layerskip.training import data, judging, stages
 
 

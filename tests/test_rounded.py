@@ -11,7 +11,7 @@ from models import tiny_model as tiny
 from torch import nn
 
 from layerskip import LowPrecision, SkipConfig, generate
-from layerskip.model.sublayers import Sublayers
+from layerskip.model.opened_models import Sublayers
 from layerskip.native import extension
 from layerskip.weights.rounded import copies_of, rounded, rounded_bytes
 

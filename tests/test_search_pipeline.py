@@ -19,8 +19,8 @@ from layerskip.bench.checks import state_of
 from layerskip.bench.methods import Task
 from layerskip.config.skips import DecodingOptions, LowPrecision, SkipConfig
 from layerskip.files.searches import read_search
-from layerskip.model.sublayers import Sublayers
-from layerskip.model.trained_weights import save_trained
+from layerskip.model.draft_modules import save_trained
+from layerskip.model.opened_models import Sublayers
 from layerskip.native import extension
 from layerskip.replay.replayed_drafts import replay
 from layerskip.research.blocks import ExitBlock

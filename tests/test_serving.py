@@ -21,7 +21,7 @@ from layerskip import LogitLookup, Lookup, Proposal, SkipConfig, Source, State, 
 from layerskip.backends.captured import Captured, _pass
 from layerskip.backends.fused import Fused
 from layerskip.decoding.laws import Law
-from layerskip.decoding.prefill import Prefill
+from layerskip.decoding.passes import Passes
 from layerskip.serving import scheduler
 from layerskip.serving.requests import Piece, Refusal, TextRequest
 from layerskip.serving.scheduler import Serving
@@ -537,7 +537,7 @@ def test_prompts_that_join_at_once_run_in_one_pass(model, spied):
     prompts = [[*range(10 * n, 10 * n + 6 + n % 3)] for n in range(8)]
     tasks = [TextRequest(each, 6) for each in (*prompts, [*prompts[0], 3])]
     serving = Serving(model, **SETTINGS)
-    ran = spied(Prefill, "_run_prompts", lambda passes, chunk, *_: tuple(chunk.shape))
+    ran = spied(Passes, "_run_prompts", lambda passes, chunk, *_: tuple(chunk.shape))
     told = texts_alone(model, serving, tasks)
     assert ran[:2] == [(8, 8), (1, 1)]
     assert [pieces[-1].counts.cached for pieces in told] == [*[0] * 8, 6]

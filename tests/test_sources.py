@@ -16,8 +16,7 @@ from layerskip.api.drafts import automatic_draft
 from layerskip.api.plan import open_plan
 from layerskip.costs.speculation import CostTable
 from layerskip.decoding.controllers import make_controller
-from layerskip.model.opened_models import sublayers_of
-from layerskip.model.sublayers import Sublayers
+from layerskip.model.opened_models import Sublayers, sublayers_of
 from layerskip.replay.replayed_drafts import replay
 from layerskip.replay.simulation import simulate
 from layerskip.replay.trace import take_trace

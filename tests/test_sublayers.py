@@ -16,10 +16,9 @@ from layerskip.costs.speculation import CostTable
 from layerskip.families.family import Family
 from layerskip.families.known import FAMILIES
 from layerskip.model.opened_model import Pass
-from layerskip.model.opened_models import open_model
-from layerskip.model.sublayers import Sublayers
+from layerskip.model.opened_models import Sublayers, open_model
 from layerskip.native import extension
-from layerskip.weights.draft_head import TrimmedHead
+from layerskip.weights.rounded import TrimmedHead
 
 COSTS = CostTable(0.2, (1.0, 1.1))
 

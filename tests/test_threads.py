@@ -14,7 +14,7 @@ from models import tiny_model
 from torch.utils import cpp_extension
 
 from layerskip import decode
-from layerskip.model.sublayers import Sublayers
+from layerskip.model.opened_models import Sublayers
 from layerskip.native import extension
 from layerskip.timing.threads import cpu_threads, fitting_threads
 

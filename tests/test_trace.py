@@ -20,7 +20,7 @@ from layerskip.config.skips import LowPrecision, SkipConfig
 from layerskip.costs.speculation import ContextCosts, CostTable
 from layerskip.decoding.controllers import SIGNALS, Confidence, make_controller
 from layerskip.decoding.rounds import Round
-from layerskip.model.sublayers import Sublayers
+from layerskip.model.opened_models import Sublayers
 from layerskip.replay import steps as steps_module
 from layerskip.replay.chain_cache import ChainCache
 from layerskip.replay.exit_sweep import exit_sweep

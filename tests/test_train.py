@@ -23,7 +23,7 @@ from layerskip.config.registry import named
 from layerskip.costs.speculation import CostTable
 from layerskip.model.assistants import load_assistant
 from layerskip.model.draft_modules import Heads
-from layerskip.model.sublayers import Sublayers
+from layerskip.model.opened_models import Sublayers
 from layerskip.replay.replayed_drafts import replay
 from layerskip.research.blocks import ExitBlock, Streams
 from layerskip.texts.prompts import Prompt

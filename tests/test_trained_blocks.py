@@ -22,11 +22,10 @@ from layerskip.decoding.passes import Passes
 from layerskip.decoding.seats import Seat
 from layerskip.decoding.sources import assistant as assistants
 from layerskip.decoding.sources.assistant import Assistant
-from layerskip.model.draft_modules import Heads
+from layerskip.model.draft_modules import TOKENS, Heads, save_trained
 from layerskip.model.opened_model import Pass
-from layerskip.model.sublayers import Sublayers
-from layerskip.model.trained_weights import TOKENS, save_trained
-from layerskip.research import block_states as states
+from layerskip.model.opened_models import Sublayers
+from layerskip.research import blocks as states
 from layerskip.timing.cost_tables import cost_tables
 from layerskip.weights.stored import store_halves
 
@@ -141,7 +140,7 @@ def test_states_are_those_of_whole_texts_where_drafts_branch(mixture, folder):
 def test_streams_draft_the_same_in_however_many_passes_they_catch_up(together, folder, monkeypatch):
     drafts = drafts_of("lookup, streams", folder)
     whole = decoded(drafts, Fickle(3), sample=True)
-    monkeypatch.setattr("layerskip.research.block_states.TOGETHER", together)
+    monkeypatch.setattr("layerskip.research.blocks.TOGETHER", together)
     run = decoded(drafts, Fickle(3), sample=True)
     assert run.emitted == whole.emitted
     assert run.stats.sources == whole.stats.sources

@@ -27,11 +27,10 @@ from layerskip import DecodingOptions, LayerSkipDecoding, LowPrecision, SkipConf
 from layerskip.bench.checks import check, state_of
 from layerskip.bench.methods import Engine, Task
 from layerskip.costs.speculation import CostTable
-from layerskip.model.sublayers import Sublayers
+from layerskip.model.opened_models import Sublayers
 from layerskip.texts.vocabulary import ranked
 from layerskip.timing.cost_tables import place, stored
-from layerskip.weights.draft_head import TrimmedHead
-from layerskip.weights.rounded import copies_of
+from layerskip.weights.rounded import TrimmedHead, copies_of
 
 COSTS = CostTable(0.1, (1.0, 1.01, 1.02))  # with these, drafting pays; no test depends on a clock
 SKIP = SkipConfig.early_exit(4)

@@ -26,8 +26,7 @@ from transformers import AutoConfig
 import layerskip
 from layerskip import LayerSkipDecoding, LowPrecision, SkipConfig, UnsupportedModelError
 from layerskip.cache.recurrent import SERVED
-from layerskip.model.opened_models import open_model, sublayers_of
-from layerskip.model.sublayers import Sublayers
+from layerskip.model.opened_models import Sublayers, open_model, sublayers_of
 from layerskip.model.whole import Whole, support
 from layerskip.weights.rounded import linears
 

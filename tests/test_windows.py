@@ -15,7 +15,7 @@ from layerskip.api.drafts import automatic_draft
 from layerskip.bench.methods import Task
 from layerskip.config.skips import SINK
 from layerskip.decoding.sources.sublayer_draft import SublayerDraft
-from layerskip.model.sublayers import Sublayers
+from layerskip.model.opened_models import Sublayers
 from layerskip.search import fitting
 from layerskip.search.fitting import space_for, windows_for
 from layerskip.search.pipeline import Search

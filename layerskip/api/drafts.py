@@ -20,9 +20,8 @@ from layerskip.families.architecture import read_bytes
 from layerskip.files.environment import free_memory
 from layerskip.model import mtp_head
 from layerskip.model.opened_model import OpenedModel
-from layerskip.model.opened_models import kept_for
+from layerskip.model.opened_models import ASKED, kept_for
 from layerskip.model.published_head import PublishedHead
-from layerskip.model.sublayers import ASKED
 from layerskip.weights.stored import stored_weights
 
 WINDOW = 1024

@@ -21,8 +21,7 @@ from layerskip.costs.speculation import optimal_draft_length, speedup
 from layerskip.decoding.sources.base import Batch, Proposal, Source, State
 from layerskip.decoding.sources.sublayer_draft import SublayerDraft
 from layerskip.model.opened_model import OpenedModel, Pass
-from layerskip.model.opened_models import kept_for
-from layerskip.model.sublayers import Sublayers
+from layerskip.model.opened_models import Sublayers, kept_for
 from layerskip.timing.cost_tables import traffic_of
 from layerskip.timing.kept import file_for, keep, kept
 

@@ -20,9 +20,7 @@ from torch import Tensor, nn
 from layerskip.families.architecture import Architecture, ModelFacts, device_of
 from layerskip.families.family import LayerParts, part_named
 from layerskip.library import cache_name
-from layerskip.weights.draft_head import TrimmedHead
-from layerskip.weights.products import Function, Linear, plain
-from layerskip.weights.rounded import copies_of, linears
+from layerskip.weights.rounded import Function, Linear, TrimmedHead, copies_of, linears, plain
 
 Tables = dict[str, tuple[Tensor, Tensor]]
 """By layer type, (cos, sin) of every position in a call, each (1, S, R)."""

@@ -36,8 +36,7 @@ from layerskip.backends.norms import FusedRotary, for_heads, gathered
 from layerskip.cache.rows import RowCache, additive, capacity, causal, causal_on_paths
 from layerskip.families.architecture import Architecture
 from layerskip.families.family import LayerParts
-from layerskip.weights.draft_head import TrimmedHead
-from layerskip.weights.products import Function
+from layerskip.weights.rounded import Function, TrimmedHead
 
 DEVICES = ("cuda",)
 # cuDNN's attention makes a plan for every new length of a prompt, which takes 40 ms and cannot be

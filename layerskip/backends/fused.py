@@ -30,8 +30,7 @@ from layerskip.families.experts import (
     sum_of_experts,
 )
 from layerskip.families.family import LayerParts
-from layerskip.weights.draft_head import TrimmedHead
-from layerskip.weights.products import Function, Linear, plain
+from layerskip.weights.rounded import Function, Linear, TrimmedHead, plain
 
 # Queries with common keys are put side by side where that makes attention faster (1.2 to 2.5 times
 # on a CPU): with heads of at least this width, in passes of few tokens, before masks become large.

@@ -27,8 +27,7 @@ from layerskip.families.experts import (
 )
 from layerskip.families.family import LayerParts
 from layerskip.library import cache_name
-from layerskip.weights.draft_head import TrimmedHead
-from layerskip.weights.products import Function
+from layerskip.weights.rounded import Function, TrimmedHead
 
 
 class Modules(LayerBackend):

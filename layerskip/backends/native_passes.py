@@ -29,9 +29,7 @@ from layerskip.families.architecture import Architecture
 from layerskip.families.experts import Mixture
 from layerskip.families.family import LayerParts
 from layerskip.native.extension import extension
-from layerskip.weights.draft_head import TrimmedHead
-from layerskip.weights.products import Function
-from layerskip.weights.rounded import ROWS
+from layerskip.weights.rounded import ROWS, Function, TrimmedHead
 from layerskip.weights.stored import Stored
 
 _DTYPES = (torch.float32, torch.bfloat16)

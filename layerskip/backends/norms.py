@@ -14,7 +14,7 @@ from torch import Tensor
 
 from layerskip.backends.base import Tables
 from layerskip.cache.rows import RowCache
-from layerskip.weights.products import Function
+from layerskip.weights.rounded import Function
 
 
 def weight_and_epsilon(module: Any) -> tuple[Tensor | None, float]:

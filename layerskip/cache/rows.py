@@ -106,12 +106,12 @@ class RowCache:
 
         Args:
             lowest: no later pass will begin before this slot.
-            rows: the rows of the pass; None: all.
+            rows: the rows of the pass; None: the first ones, as many as `starts`.
             branches: the trees of the tokens, if they are not chains.
             settled: for each row of the pass, the number of tokens that are sure to stay in the
                 text; None: all those before the pass.
         """
-        self.active = range(self.rows) if rows is None else rows
+        self.active = range(len(starts)) if rows is None else rows
         self.end = max(starts) + count
         if self.end > self.slots:
             raise ValueError(f"cache has {self.slots} slots per row, a pass needs {self.end}")
@@ -236,15 +236,9 @@ class RowCache:
         """The positions of the pass's tokens, which determine their angles, (B, T)."""
         if self.branches is None:
             return self.placed(device)
-        return self._roots(device) + self._depths(device)[:, self.branches.first :]
-
-    def _roots(self, device: Any) -> Tensor:
-        assert self.branches is not None
-        return self.placed(device)[:, :1] - self.branches.first  # (B, 1)
-
-    def _depths(self, device: Any) -> Tensor:
-        assert self.branches is not None
-        return on_device(self.branches.depths, device)  # (B, N)
+        first = self.branches.first
+        depths = on_device(self.branches.depths, device)  # (B, N)
+        return self.placed(device)[:, :1] - first + depths[:, first:]
 
     def update(self, keys: Tensor, values: Tensor, layer: int) -> None:
         """Write this pass's keys and values, (B, H, T, D) each."""

@@ -66,9 +66,9 @@ PLACES: dict[Role, dict[str, str]] = {
         "streams": "research.blocks:Streams",
     },
     "state": {
-        "exit-block": "research.block_states:ExitState",
-        "heads": "decoding.sources.trained:HeadsState",
-        "streams": "research.block_states:StreamsState",
+        "exit-block": "research.blocks:ExitState",
+        "heads": "decoding.sources.sublayer_draft:HeadsState",
+        "streams": "research.blocks:StreamsState",
     },
 }
 

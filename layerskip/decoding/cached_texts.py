@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerskip.decoding.prefill import Filling, Part, Prefill
+from layerskip.decoding.passes import Filling, Part, Passes
 from layerskip.model.opened_model import OpenedModel
 from layerskip.texts.tokens import common_prefix
 from layerskip.weights.fingerprint import checksum, fingerprint
@@ -24,7 +24,7 @@ class _Segment:
     """Some tokens of a text, and the contents of cache slots `first` to `end` - 1.
 
     Attributes:
-        parts: by name (..., n, D), as for `Prefill.parts`.
+        parts: by name (..., n, D), as for `Passes.parts`.
         used: when it was last used; larger is later.
     """
 
@@ -125,7 +125,7 @@ class CachedTexts:
             # These tensors stay valid whatever becomes of the tree.
             return [Filling(end, segment.up_to(end)) for segment, end in path[:usable]], same
 
-    def keep(self, weights: object, passes: Prefill, row: int, length: int) -> None:
+    def keep(self, weights: object, passes: Passes, row: int, length: int) -> None:
         """Store the first slots of a row if there is room for them.
 
         Args:
@@ -221,7 +221,7 @@ class Reuse:
         early: whether prompts are stored as soon as they have been run, for rows that join later.
     """
 
-    def __init__(self, cached: CachedTexts | None, passes: Prefill, *, early: bool = False) -> None:
+    def __init__(self, cached: CachedTexts | None, passes: Passes, *, early: bool = False) -> None:
         self.cached, self.passes, self.early = cached, passes, early
         self._weights: object = None  # identifies the weights to which stored contents belong
 

@@ -13,20 +13,27 @@ from torch import Tensor
 from layerskip.cache.branches import along, trunk
 from layerskip.costs.speculation import draft_limit, remaining
 from layerskip.decoding.controllers import Chooser, Controller, Offer, first_offer, signal_of
-from layerskip.decoding.rounds import Round, joint_source
+from layerskip.decoding.rounds import (
+    DraftedTokens,
+    Round,
+    StepRequest,
+    Target,
+    VerifyResult,
+    joint_source,
+)
 from layerskip.decoding.seats import Seat
 from layerskip.decoding.sources.base import Proposal, State
-from layerskip.decoding.target import DraftedTokens, StepRequest, Target, VerifyResult
 from layerskip.texts.tokens import common_prefix
+
+PLAIN = Proposal(0)
+"""Nothing is drafted."""
 
 
 class RowPlan(NamedTuple):
-    """What a row drafts in a round: given tokens, or a maximum number of steps."""
+    """What a row drafts in a round, and from which source; a plain step has length 0."""
 
-    source: int | None = None
-    limit: int = 0
-    tokens: Sequence[int] | None = None
-    parents: Sequence[int] | None = None
+    source: int | None
+    proposal: Proposal
 
 
 class Outcome(NamedTuple):
@@ -88,7 +95,7 @@ class Loop:
     def prefill(
         self, ends: Mapping[int, int] | None = None, read: Callable[[Tensor], None] | None = None
     ) -> Outcome:
-        """Run prompts of joining rows up to given ends, or all of them (see `Prefill.prefill`).
+        """Run prompts of joining rows up to given ends, or all of them (see `Passes.prefill`).
 
         The outcome has the first token of each row whose prompt is done.
         """
@@ -162,17 +169,17 @@ class Loop:
             source = choice.get(row) if isinstance(choice, Mapping) else choice
             most = 0 if source is None else offers[source].lengths[row]
             limit = min(controller.limit(row, most), most)
-            plans[row] = RowPlan(source, limit)
-            if source is None or not limit:
-                continue
-            proposal = self._proposals[source][row]
+            proposal = PLAIN if source is None or not limit else self._proposals[source][row]
             if proposal.parents is not None:
                 proposal = trunk_first(proposal.some(range(1, limit + 1)))
-            if proposal.tokens is not None:
-                plans[row] = RowPlan(source, limit, proposal.tokens[:limit], proposal.parents)
-        if any(each.limit and each.tokens is None for each in plans.values()):
+            elif proposal.tokens is not None:
+                proposal = proposal._replace(tokens=proposal.tokens[:limit])
+            plans[row] = RowPlan(source, proposal._replace(length=limit))
+        if any(in_steps(each.proposal) for each in plans.values()):
             # Steps feed the other rows' tokens one at a time, as a chain.
-            plans = {row: chained(each) for row, each in plans.items()}
+            plans = {
+                row: RowPlan(each.source, chained(each.proposal)) for row, each in plans.items()
+            }
         return plans
 
     def _proposal(self, source: int, row: int) -> Proposal:
@@ -189,7 +196,7 @@ class Loop:
                 f"vocabulary; got {[*proposal.tokens]}"
             )
         if proposal.parents is not None and (target.rule.trees or not target.branches):
-            proposal = proposal.some(trunk(proposal.parents))
+            proposal = chained(proposal)
         if proposal.length > most:
             proposal = proposal.some(range(1, most + 1))
         return usable(proposal, seat, size)
@@ -207,12 +214,12 @@ class Loop:
         drafts = DraftedTokens.of(len(self.seats))
         stepping: dict[int, list[int]] = {}  # by source, the rows of its steps
         for row, plan in plans.items():
-            if plan.source is None or not plan.limit:
+            if plan.source is None or not plan.proposal.length:
                 continue
-            if plan.tokens is None:
+            if in_steps(plan.proposal):
                 stepping.setdefault(plan.source, []).append(row)
             else:
-                drafts.propose(row, plan.tokens, plan.parents)
+                drafts.propose(row, plan.proposal)
                 drafts.step_free.add(row)
         if len(stepping) > 1:
             raise ValueError(
@@ -265,7 +272,7 @@ class Loop:
                 drafts.lengths[row] += 1
                 if (
                     token not in self.seats[row].eos
-                    and drafts.lengths[row] < plans[row].limit
+                    and drafts.lengths[row] < plans[row].proposal.length
                     and controller.keep_drafting(row, sure)
                 ):
                     going_on.append(row)
@@ -279,10 +286,10 @@ class Loop:
         # Branches follow all steps of a shared prefix; without one, all tokens are fed again.
         lengths, steps = {row: len(drafts.tokens[row]) for row in rows}, drafts.kept_steps
         chains = {row: n for row, n in lengths.items() if not state.prefix or n == steps}
-        for row, (tokens, parents) in trees.choose(chains).items():
-            if len(tokens) > lengths[row] and not state.prefix:
+        for row, tree in trees.choose(chains).items():
+            if tree.length > lengths[row] and not state.prefix:
                 drafts.kept_steps = 0
-            drafts.propose(row, tokens, None if [*parents] == [*range(len(parents))] else parents)
+            drafts.propose(row, tree)
             drafts.chosen.add(row)
 
     def _commit(
@@ -304,7 +311,7 @@ class Loop:
             self.target.commit(row, emitted[row], drafts)
             if drafts is not None:
                 self._learn(row, emitted[row])
-                if self._trees is not None and plans[row].limit and plans[row].tokens is None:
+                if self._trees is not None and in_steps(plans[row].proposal):
                     self._trees.learn(row, tokens)
                 self.controller.update(row, len(drafts.tokens[row]), len(tokens) - 1)
         return Outcome(
@@ -324,12 +331,14 @@ class Loop:
                 self._chooser.learn(number, row, min(right + 1, shown), right)
 
 
-def chained(plan: RowPlan) -> RowPlan:
-    """Reduce a plan to its trunk, which comes first, without branches."""
-    if plan.parents is None or plan.tokens is None:
-        return plan
-    size = len(trunk(plan.parents))
-    return RowPlan(plan.source, size, plan.tokens[:size])
+def in_steps(proposal: Proposal) -> bool:
+    """Whether there are tokens to draft by steps."""
+    return proposal.tokens is None and proposal.length > 0
+
+
+def chained(proposal: Proposal) -> Proposal:
+    """Reduce a proposal to its trunk, without branches."""
+    return proposal if proposal.parents is None else proposal.some(trunk(proposal.parents))
 
 
 def offer_of(proposals: Mapping[int, Proposal]) -> Offer:

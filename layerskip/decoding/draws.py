@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,9 +18,9 @@ from layerskip.cache.rows import on_device
 from layerskip.decoding import noise, rules
 from layerskip.decoding.laws import Law, softmax_law
 from layerskip.decoding.passes import Position
+from layerskip.decoding.rounds import DraftedTokens
 from layerskip.decoding.rules import COUPLED, Rule
 from layerskip.decoding.seats import Seat
-from layerskip.decoding.target import DraftedTokens
 
 Place = tuple[Seat, int]  # (text, tokens past the emitted ones); a `Position` names its row
 
@@ -44,6 +44,20 @@ class Drawn(NamedTuple):
     laws: Sequence[Tensor] = ()
     accepted: Tensor | None = None
     scores: Tensor | None = None
+
+
+def joined(parts: Sequence[Drawn]) -> Drawn:
+    """Concatenate what was drawn from parts of the logits; what one lacks, all lack."""
+    if len(parts) == 1:
+        return parts[0]
+
+    def whole(name: str) -> Any:
+        held = [getattr(each, name) for each in parts]
+        return None if any(each is None for each in held) else torch.cat(held)
+
+    laws = [law for each in parts for law in each.laws]
+    values = {name: whole(name) for name in Drawn._fields if name != "laws"}
+    return Drawn(**values, laws=laws)
 
 
 class Draws:
@@ -99,31 +113,32 @@ class Draws:
                 token, _, second = self._drawn(self.native, raw, places)
                 ranked += [token, second]
             return Drawn(tokens, sure, torch.stack(ranked[1:best], 1) if best > 1 else None)
-        drawn: list[Tensor] = []
-        others: list[Tensor] = []
-        margins: list[Tensor] = []
-        laws: list[Tensor] = []
-        for scores, some in self._pieces(raw, places):  # (n, V)
-            purpose = noise.TARGET if self.rule.shares_noise else noise.DRAFT
-            noisy = self._noisy(scores, some, purpose)
-            if signal == "margin":
-                token, margin = rules.with_margin(noisy)
-                margins.append(margin)
-            else:
-                token = rules.largest(noisy)
-            drawn.append(token)
-            if best > 1 and self.rule.candidates > 1:
-                further = [self._noisy(scores, some, noise.DRAFT, k) for k in range(1, best)]
-                others.append(torch.stack([rules.largest(each) for each in further], 1))
-            elif best > 1:
-                others.append(rules.runners_up(noisy, token, best - 1))
-            if not self.rule.shares_noise:
-                laws += softmax_law(scores).unbind()
-        tokens = torch.cat(drawn)
-        sure = torch.cat(margins) if margins else None
+        parts = [
+            self._draft_of(scores, some, signal, best) for scores, some in self._pieces(raw, places)
+        ]
+        drawn = joined(parts)
         if signal == "probability":
-            sure = confidence(raw, tokens.clamp_min(0))
-        return Drawn(tokens, sure, torch.cat(others) if others else None, laws)
+            drawn = drawn._replace(confidences=confidence(raw, drawn.tokens.clamp_min(0)))
+        return drawn
+
+    def _draft_of(
+        self, scores: Tensor, places: Sequence[Place], signal: str | None, best: int
+    ) -> Drawn:
+        """Draw from a draft's processed scores (N, V)."""
+        purpose = noise.TARGET if self.rule.shares_noise else noise.DRAFT
+        noisy = self._noisy(scores, places, purpose)
+        sure = others = None
+        if signal == "margin":
+            token, sure = rules.with_margin(noisy)
+        else:
+            token = rules.largest(noisy)
+        if best > 1 and self.rule.candidates > 1:
+            further = [self._noisy(scores, places, noise.DRAFT, k) for k in range(1, best)]
+            others = torch.stack([rules.largest(each) for each in further], 1)
+        elif best > 1:
+            others = rules.runners_up(noisy, token, best - 1)
+        laws = () if self.rule.shares_noise else softmax_law(scores).unbind()
+        return Drawn(token, sure, others, laws)
 
     def scores(self, place: Place, tokens: Sequence[int], raw: Sequence[float]) -> Sequence[float]:
         """The scores of some tokens at a place, as if `raw` were the target's raw logits.
@@ -194,24 +209,18 @@ class Draws:
     ) -> Drawn:
         if self.native is not None and not keep:
             return Drawn(self._drawn(self.native, raw, places)[0])
-        accepted, drawn, kept = [], [], []
+        parts = []
         nodes = iter([] if drafts is None else drafts.nodes(positions_of(places)))
         for scores, some in self._pieces(raw, places):  # (n, V)
+            stays = None
             if self.rule.choose is not None and drafts is not None:
                 token = self._choose(drafts, some, [*islice(nodes, len(some))], scores)
             elif not self.rule.shares_noise and drafts is not None:
                 stays, token = self._reject(drafts, some, scores)
-                accepted.append(stays)
             else:
                 token = self._draw(scores, some)
-            drawn.append(token)
-            if keep:
-                kept.append(scores)
-        return Drawn(
-            torch.cat(drawn),
-            accepted=torch.cat(accepted) if accepted else None,
-            scores=torch.cat(kept) if keep else None,
-        )
+            parts.append(Drawn(token, accepted=stays, scores=scores if keep else None))
+        return joined(parts)
 
     def _drawn(
         self, native: Draw, raw: Tensor, places: Sequence[Place]
@@ -312,16 +321,13 @@ class Draws:
                 certain = torch.zeros_like(q).scatter_(1, chosen.clamp_min(0), 1.0)  # (N, V)
                 q = torch.where(chosen < 0, q, certain)
         else:
-            q = None
             token = on_device([drafts.token(position) for position in positions], p.device)  # (N,)
+            q = torch.zeros_like(p).scatter_(1, token.clamp_min(0)[:, None], 1.0)  # (N, V)
         here = token.clamp_min(0)[:, None]  # (N, 1)
-        chance = p.gather(1, here)  # (N, 1)
-        if q is not None:
-            chance = rules.acceptance_probability(chance, q.gather(1, here))
+        chance = rules.acceptance_probability(p.gather(1, here), q.gather(1, here))  # (N, 1)
         lucky = noise.accept_uniform(*streams(places), p.device) < chance[:, 0]  # (N,)
         drafted = token >= 0  # (N,)
-        rest = rules.without(p, here) if q is None else rules.residual(p, q)  # (N, V)
-        final = torch.where(drafted[:, None], rest, p)
+        final = torch.where(drafted[:, None], rules.residual(p, q), p)  # (N, V)
         return drafted & lucky, self._draw(final.log(), places)
 
 

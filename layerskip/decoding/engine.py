@@ -20,11 +20,10 @@ from layerskip.decoding.draws import Draws
 from layerskip.decoding.laws import Law
 from layerskip.decoding.live_target import LiveTarget
 from layerskip.decoding.passes import Passes
-from layerskip.decoding.rounds import DecodingStats, Round, SourceCounts
+from layerskip.decoding.rounds import DecodingStats, Round, SourceCounts, VerifyResult
 from layerskip.decoding.rules import Rule, rule_of
 from layerskip.decoding.seats import Seat, Stop
 from layerskip.decoding.sources.base import Source
-from layerskip.decoding.target import VerifyResult
 from layerskip.model.opened_model import OpenedModel
 from layerskip.model.picture_features import Pictures
 

@@ -14,10 +14,10 @@ from torch import Tensor
 from layerskip.cache.branches import along, depths
 from layerskip.cache.rows import on_device
 from layerskip.decoding.cached_texts import Reuse
-from layerskip.decoding.draws import Drawn, Draws, Place
+from layerskip.decoding.draws import Drawn, Draws, Place, joined
 from layerskip.decoding.passes import Passes, Position
+from layerskip.decoding.rounds import DraftedTokens, StepRequest, StepResult, VerifyResult
 from layerskip.decoding.rules import COUPLED, Rule
-from layerskip.decoding.target import DraftedTokens, StepRequest, StepResult, VerifyResult
 
 # The moves of rows so far, and every row with its length and last token.
 _Start = tuple[int, list[tuple[int, int, int]]]
@@ -50,37 +50,35 @@ class LiveTarget:
         contextual = any(self.seats[row].draws.reads_history for row in self.batch.rows)
         return self.rule.branches and self.batch.model.branches and not contextual
 
-    def _by_law(self, places: Sequence[Place], *, native: bool) -> list[tuple[Draws, list[int]]]:
-        """Groups to draw in one call: their draws, and the indices of their places.
+    def _by_law(
+        self,
+        raw: Tensor,
+        places: Sequence[Place],
+        draw: Callable[[Draws, Tensor, Sequence[Place]], Drawn],
+        *,
+        native: bool,
+    ) -> Drawn:
+        """Draw from raw logits (N, V), with one call for all places that allow it.
 
         Args:
             native: whether native calls may draw; they handle several laws at once.
         """
-        groups: dict[object, tuple[Draws, list[int]]] = {}
-        draws = {seat.draws for seat, _ in places}
-        if len(draws) == 1:
-            return [(draws.pop(), [*range(len(places))])]
-        for i, (seat, _) in enumerate(places):
-            key = seat.draws.group_key if native else seat.draws
-            groups.setdefault(key, (seat.draws, []))[1].append(i)
-        return [*groups.values()]
-
-    def _drawn(self, raw: Tensor, places: Sequence[Place], ask: StepRequest) -> Drawn:
-        """Draw from a draft's raw logits (N, V)."""
-        groups = self._by_law(places, native=ask.signal != "probability")
-        if len(groups) == 1:
-            return groups[0][0].draft(raw, places, ask.signal, best=ask.best)
-        tokens = torch.full((len(raw), max(2, ask.best)), -1, device=raw.device)  # (N, best)
-        sure = torch.zeros(len(raw), device=raw.device)  # (N,)
-        for draws, some in groups:
+        groups: dict[object, list[int]] = {}
+        if len({seat.draws for seat, _ in places}) > 1:
+            for i, (seat, _) in enumerate(places):
+                groups.setdefault(seat.draws.group_key if native else seat.draws, []).append(i)
+        if len(groups) <= 1:
+            return draw(places[0][0].draws, raw, places)
+        order = [i for some in groups.values() for i in some]
+        parts = []
+        for some in groups.values():
             where = [places[i] for i in some]
-            drawn = draws.draft(raw[some], where, ask.signal, best=ask.best)
-            tokens[some, 0] = drawn.tokens
-            if drawn.confidences is not None:
-                sure[some] = drawn.confidences
-            if drawn.others is not None:
-                tokens[some, 1 : 1 + drawn.others.shape[1]] = drawn.others
-        return Drawn(tokens[:, 0], sure, tokens[:, 1 : ask.best])
+            parts.append(draw(where[0][0].draws, raw[some], where))
+        back = on_device(sorted(range(len(order)), key=order.__getitem__), raw.device)  # (N,)
+        drawn = joined(parts)
+        values: dict[str, Any] = drawn._asdict()
+        values |= {name: x[back] for name, x in values.items() if isinstance(x, Tensor)}
+        return Drawn(**values)
 
     def draft(
         self, drafts: DraftedTokens, rows: Sequence[int], ask: StepRequest
@@ -94,7 +92,12 @@ class LiveTarget:
             # Processors cannot be called for the other rows: their histories are shorter.
             here = on_device([places[row] for row in rows], raw.device)  # (N,)
             raw = raw[here]  # (N, V)
-        drawn = self._drawn(raw, [(self.seats[row], step) for row in rows], ask)
+        drawn = self._by_law(
+            raw,
+            [(self.seats[row], step) for row in rows],
+            lambda draws, some, where: draws.draft(some, where, ask.signal, best=ask.best),
+            native=ask.signal != "probability",
+        )
         drafts.steps.append(([(row, step) for row in rows], drawn.tokens))
         drafts.laws.extend(drawn.laws)
         # There may be no token (-1): processors may forbid all, and half precision may overflow.
@@ -197,7 +200,13 @@ class LiveTarget:
         if drafts is not None and drafts.parents:  # noise depends on depth, not on the node
             deep = {row: depths(parents) for row, parents in drafts.parents.items()}
             places = [(seat, deep[seat.row][at] if seat.row in deep else at) for seat, at in places]
-        verified = self._verified(raw, places, drafts, keep)
+
+        def decide(draws: Draws, some: Tensor, where: Sequence[Place]) -> Drawn:
+            with where[0][0].alone():
+                return draws.judge(some, where, drafts, keep=keep)
+            return Drawn(torch.full((len(some),), -1, device=some.device))  # the text has ended
+
+        verified = self._by_law(raw, places, decide, native=True)
         accepted = [] if verified.accepted is None else [verified.accepted]
         steps = drafts.steps if drafts is not None and drafts.unread else []
         fed = self.batch.fed if drafts is not None and drafts.kept_steps else ()
@@ -271,21 +280,6 @@ class LiveTarget:
         pairs = zip(positions, tokens, strict=True)
         rows = [(row, self.seats[row].length + emitted, token) for (row, _), token in pairs]
         return self.batch.moves, rows
-
-    def _verified(
-        self, raw: Tensor, places: Sequence[Place], drafts: DraftedTokens | None, keep: bool
-    ) -> Drawn:
-        """Make the decisions of all texts' laws on raw logits (N, V)."""
-        groups = self._by_law(places, native=True)
-        if len(groups) == 1:
-            with places[0][0].alone():
-                return groups.pop()[0].judge(raw, places, drafts, keep=keep)
-        drawn = torch.full((len(raw),), -1, device=raw.device)  # (N,)
-        for draws, some in groups:
-            with places[some[0]][0].alone():
-                where = [places[i] for i in some]
-                drawn[some] = draws.judge(raw[some], where, drafts).tokens
-        return Drawn(drawn)
 
     def commit(self, row: int, emitted: Sequence[int], drafts: DraftedTokens | None) -> None:
         if drafts is None:  # the token after a prompt, all of which has been fed

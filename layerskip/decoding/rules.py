@@ -115,10 +115,3 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
     excess = (p - q).clamp_min(0)  # (..., V)
     mass = excess.sum(-1, keepdim=True)
     return torch.where(mass > 0, excess / mass.clamp_min(torch.finfo(p.dtype).tiny), p)
-
-
-def without(p: Tensor, tokens: Tensor) -> Tensor:
-    """`residual` for drafts certain of one token each, (N, 1): p without that token, (N, V)."""
-    rest = p.scatter(-1, tokens, 0.0)
-    mass = rest.sum(-1, keepdim=True)
-    return torch.where(mass > 0, rest / mass.clamp_min(torch.finfo(p.dtype).tiny), p)

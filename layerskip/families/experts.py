@@ -22,8 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from layerskip.weights.products import Function
-from layerskip.weights.rounded import Rounded
+from layerskip.weights.rounded import Function, Rounded
 
 Route = Callable[[Tensor], tuple[Any, Tensor, Tensor]]
 """Maps hidden states (N, H) to scores, and to weights and numbers of experts, (N, K) both."""

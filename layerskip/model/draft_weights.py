@@ -18,9 +18,8 @@ from layerskip.config.skips import SkipConfig
 from layerskip.families.architecture import Architecture, read_bytes
 from layerskip.families.plain import head_refusal
 from layerskip.model.draft_modules import OpenBlock, open_block
-from layerskip.weights.draft_head import TrimmedHead
 from layerskip.weights.fingerprint import fingerprint
-from layerskip.weights.rounded import facts, linears, rounded_bytes
+from layerskip.weights.rounded import TrimmedHead, facts, linears, rounded_bytes
 
 
 class DraftWeights:
@@ -186,6 +185,10 @@ class DraftWeights:
             if not index % 2 and part.cross:
                 yield from linears(part.cross[0])
 
+    def head_linears(self) -> Iterator[nn.Linear]:
+        """Yield the linear layers of the head that can be rounded."""
+        yield from linears(self.model.unembedding)
+
     def nbytes(self, skip: SkipConfig) -> int:
         """Bytes that a draft's rounded and trained weights use, or would use."""
         skip = skip.resolve(self.model.num_layers)
@@ -195,14 +198,13 @@ class DraftWeights:
         elif skip.low is not None:
             bits, rounded = skip.low.bits, skip.rounded()
             weights = [linear.weight for linear in self.linears(rounded)]
-            if skip.experts != 0:  # the copies contain all experts, among which tokens choose
+            if self.model.mixtures and skip.experts != 0:  # copies have all that tokens choose from
                 mixtures = [self.model.parts[index // 2].mixture for index in rounded if index % 2]
                 weights += [w for each in mixtures if each is not None for w in each.weights]
             nbytes += sum(rounded_bytes(w, bits, packed=packed) for w in weights)
         if skip.head_bits is not None:
             rows = self._rows_of(skip)
-            heads = [linear.weight for linear in linears(self.model.unembedding)]
-            heads = heads if rows is None else [rows.weight]
+            heads = [each.weight for each in self.head_linears()] if rows is None else [rows.weight]
             nbytes += sum(rounded_bytes(head, skip.head_bits, packed=packed) for head in heads)
         return nbytes
 

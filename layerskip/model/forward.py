@@ -19,7 +19,7 @@ from layerskip.cache.library_cache import LibraryCache, Positions
 from layerskip.cache.recurrent import ONE_BY_ONE, RecurrentCache
 from layerskip.cache.rows import RowCache, additive
 from layerskip.library import BaseModelOutput, cache_name
-from layerskip.weights.draft_head import TrimmedHead
+from layerskip.weights.rounded import TrimmedHead
 
 if TYPE_CHECKING:
     from layerskip.model.whole import Whole

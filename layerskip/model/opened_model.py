@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from copy import copy
 from functools import cached_property
@@ -26,6 +26,9 @@ from layerskip.model.draft_weights import DraftWeights
 from layerskip.model.picture_features import Pictures, seen_ahead
 
 LOGITS = 2**24  # maximum number of logits at once where a call needs many
+_CHUNK = 512  # tokens per pass over prompts, all rows together, that keep a CPU busy
+_SHARE = 1 / 8  # maximum size of a longer pass's activations, as a share of the weights' bytes
+_PADDING = 64  # padding tokens in such a pass that cost less than another pass
 FEW = 2  # rows for which kernels of our own are faster than a GPU's library
 
 
@@ -104,6 +107,7 @@ class OpenedModel(ModelFacts):
         encoded: an encoder's output for the texts of a batch, if the model has an encoder.
         read: token ids of the texts that an encoder has read for a batch, one row each, if any.
         drawn: draws tokens in one native call, or None (see `Backend`).
+        rotary, embed, inputs: make what a pass begins with (see `Backend`).
         weights: the weights that drafts compute with.
         branches: whether a pass may run a tree of tokens.
         recurrent: whether it has layers whose state cannot be rolled back.
@@ -120,6 +124,7 @@ class OpenedModel(ModelFacts):
         self.backend, self.reason, self.execution = backend, reason, backend.name
         self.blocks, self.drawn = backend.blocks, backend.drawn
         self.head: Block = backend.head()
+        self.rotary, self.embed, self.inputs = backend.rotary, backend.embed, backend.inputs
         self.weights = weights(self, backend, self.head)
 
     @property
@@ -240,17 +245,58 @@ class OpenedModel(ModelFacts):
             blocks = pictures.blocks_of(slots) if cache.count > 1 else None  # (B, W)
         return hidden, Pass(self, cache, rotary, self.inputs(tokens, hidden), blocks)
 
-    def rotary(self, slots: int, total: int, first: int = 0) -> Rotary:
-        """Rotary tables for `slots` positions (see `Backend.rotary`)."""
-        return self.backend.rotary(slots, total, first)
+    def in_chunks(
+        self,
+        tokens: Tensor,
+        places: Sequence[range],
+        run: Callable[[Tensor, range, list[int]], Tensor],
+        *,
+        inside: Container[int] = (),
+        ends_before: Sequence[Iterable[int]] = (),
+        partial: bool = True,
+    ) -> Tensor:
+        """Run the tokens of many rows in chunks.
 
-    def embed(self, tokens: Tensor) -> Tensor:
-        """Embed token ids (B, T): the hidden states before sublayer 0, (B, T, H)."""
-        return self.backend.embed(tokens)
+        Args:
+            tokens: (R, T), of which the indices in `places` are run for each row.
+            run: called with a chunk (r, t), its rows, and the index of each row's first token
+                there; returns states (r, t, H).
+            ends_before: for each row, indices before which a chunk must end.
+            partial: whether a chunk may cover only some rows; otherwise all begin at one index.
 
-    def inputs(self, tokens: Tensor, hidden: Tensor) -> Tensor | None:
-        """The layers' own inputs (Gemma 4), from tokens (B, T) and their `embed`, (B, T, L, P)."""
-        return self.backend.inputs(tokens, hidden)
+        Returns:
+            The hidden states of the last tokens, (R, H).
+        """
+        firsts, ends = [each.start for each in places], [each.stop for each in places]
+        last: Tensor | None = None
+        most = chunk_size(self, tokens.shape[1])
+        while any(first < end for first, end in zip(firsts, ends, strict=True)):
+            # Rows advance together, so that caches need not store one row's lead over the others.
+            groups = [range(len(tokens))]
+            if partial:
+                padding = 0 if self.recurrent else _PADDING
+                groups = [*_groups(firsts, ends, tokens.shape[1], most, padding)]
+            for rows in groups:
+                most_here = most if partial else max(1, most // len(tokens))
+                count = min(most_here, max(ends[row] - firsts[row] for row in rows))
+                for row in rows if ends_before else ():
+                    ahead = (end - firsts[row] for end in ends_before[row])
+                    count = min(count, *(each for each in ahead if each > 0), count)
+                while firsts[rows[0]] + count in inside:
+                    count += 1
+                here = firsts[rows.start : rows.stop]
+                chunk = torch.stack(
+                    [tokens[row, at : at + count] for row, at in zip(rows, here, strict=True)]
+                )
+                hidden = run(chunk, rows, here)  # (r, t, H)
+                if last is None:
+                    last = hidden.new_empty(len(tokens), hidden.shape[2])  # (R, H)
+                for place, row in enumerate(rows):
+                    if 0 < ends[row] - firsts[row] <= count:
+                        last[row] = hidden[place, ends[row] - firsts[row] - 1]
+                    firsts[row] += count
+        assert last is not None
+        return last
 
     def run(self, hidden: Tensor, step: Pass, sublayers: Iterable[int]) -> Tensor:
         """Pass hidden states (B, T, H) through the given sublayers, in order."""
@@ -288,3 +334,40 @@ class OpenedModel(ModelFacts):
         other = copy(self)
         other.weights = weights
         return other
+
+
+def chunk_size(model: OpenedModel, slots: int) -> int:
+    """The number of tokens in a pass over prompts, all rows together.
+
+    Long passes keep a GPU busy, but their activations should be small compared with the weights.
+    Native passes are as fast in pieces that fit into a CPU's caches.
+    """
+    if model.execution == "native" or slots <= _CHUNK:
+        return _CHUNK
+    config, size = model.config, model.dtype.itemsize
+    hidden = config.hidden_size
+    inner = getattr(config, "intermediate_size", None) or 4 * hidden
+    each = (4 * hidden + 3 * inner) * size + slots  # including a row of a mask
+    if model.eager:
+        each += 4 * slots * getattr(config, "num_attention_heads", 0)  # scores; Mamba has none
+    weights = model.pass_bytes([slots])[0]
+    return max(_CHUNK, int(_SHARE * weights / each))
+
+
+def _groups(
+    firsts: Sequence[int], ends: Sequence[int], width: int, most: int, padding: int
+) -> Iterator[range]:
+    """Yield groups of neighbouring rows for one pass, with little padding and none past `width`."""
+    group, left = range(0), [end - first for first, end in zip(firsts, ends, strict=True)]
+    for row in (row for row, count in enumerate(left) if count > 0):
+        wider = range(group.start, row + 1) if group and group.stop == row else range(row, row + 1)
+        counts = left[wider.start : wider.stop]
+        whole = len(wider) * max(counts)
+        beyond = any(firsts[each] + max(counts) > width for each in wider)
+        if len(wider) > 1 and (whole > most or whole - sum(counts) > padding or beyond):
+            wider = range(row, row + 1)
+        if group and wider.start != group.start:
+            yield group
+        group = wider
+    if group:
+        yield group

@@ -36,7 +36,7 @@ from layerskip.library import cache_name
 from layerskip.model.draft_weights import DraftWeights
 from layerskip.model.forward import Forward
 from layerskip.model.opened_model import OpenedModel
-from layerskip.weights.rounded import linears, rounded_bytes
+from layerskip.weights.rounded import linears
 
 DRAFTS = (
     "drafts there: lookups, a second model, custom sources, and the model itself with its "
@@ -300,18 +300,13 @@ class _Weights(DraftWeights):
     def module(self, skip: SkipConfig) -> Any:
         raise ValueError(self.model.refusal("it cannot draft with trained modules"))
 
+    def head_linears(self) -> Iterator[nn.Linear]:
+        for part in self.model.head_parts().values():
+            yield from linears(part)
+
     def nbytes(self, skip: SkipConfig) -> int:
-        skip = skip.resolve(self.model.num_layers)
-        self._check(skip)
-        if skip.low is None:
-            return 0
-        body = [each.weight for each in self.linears(skip.rounded())]
-        nbytes = sum(rounded_bytes(weight, skip.low.bits) for weight in body)
-        if skip.head_bits is not None:
-            heads = map(linears, self.model.head_parts().values())
-            weights = [each.weight for inside in heads for each in inside]
-            nbytes += sum(rounded_bytes(weight, skip.head_bits) for weight in weights)
-        return nbytes
+        self._check(skip.resolve(self.model.num_layers))
+        return super().nbytes(skip)
 
     def read_by(self, skip: SkipConfig) -> list[float]:
         bits = skip.low.bits if skip.low is not None and skip.rounded() else None

@@ -15,9 +15,8 @@ from layerskip.costs.speculation import CostTable
 from layerskip.decoding.controllers import Controller
 from layerskip.decoding.decoding_loop import Loop
 from layerskip.decoding.passes import Position
-from layerskip.decoding.rounds import Round
+from layerskip.decoding.rounds import DraftedTokens, Round, StepRequest, StepResult, VerifyResult
 from layerskip.decoding.sources.base import Proposal, State
-from layerskip.decoding.target import DraftedTokens, StepRequest, StepResult, VerifyResult
 from layerskip.replay.replayed_drafts import Replay, TextBatch
 from layerskip.replay.token_draws import NOTHING
 from layerskip.texts.tokens import common_prefix
@@ -42,7 +41,7 @@ class _Replayed(State):
 
     def offer(self, row: int, most: int) -> Proposal:
         if self.matched is None:
-            return super().offer(row, most)
+            return Proposal(min(most, self.longest or most))
         start = self.seats[row].start
         tokens = self.tokens[row][start][: min(most, self.lengths[row][start])]
         return Proposal.of(tokens, self.matched[row][start])

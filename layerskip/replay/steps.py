@@ -85,7 +85,7 @@ class Walk:
                 f"a {type(source).__name__} cannot be replayed, as it learns from the target's "
                 "logits in every round; time it by decoding"
             )
-        self.longest = state.longest
+        self.longest = source.longest
         self.passes.prefill()
         for row in self.passes.rows:
             self.passes.tell(row, self._next(row))

@@ -4,11 +4,14 @@
 - `Streams`: several tokens in one pass of a decoder layer over the model's last hidden state and
   the token that followed it, in which learned streams after the last token attend to the text (the
   n-stream attention of ProphetNet, Qi et al. 2020, arXiv 2001.04063).
-Shapes: B rows, T tokens, H hidden width, K streams.
+In drafts, their states have keys and values of their own.
+Shapes: B or R rows, T tokens, H hidden width, K streams, V vocabulary.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, Self
 
@@ -17,9 +20,12 @@ from torch import Tensor, nn
 
 from layerskip.backends.base import Backend, Block, Variant
 from layerskip.backends.modules import Modules
-from layerskip.cache.rows import additive, causal
+from layerskip.cache.rows import RowCache, additive, causal
+from layerskip.decoding.sources.base import AtOnce, Batch, Following
+from layerskip.decoding.sources.sublayer_draft import BEST, TrainedDraft
 from layerskip.families.architecture import Architecture
 from layerskip.model.draft_modules import AHEAD, DraftModule, linear_of, scaled
+from layerskip.model.opened_model import Pass
 from layerskip.weights.stored import unpacked_copy
 
 
@@ -197,3 +203,89 @@ class Streams(_LayerModule):
         fed = self.fed(features, embedded)  # (B, T, K, H)
         out: Tensor = self.layer(fed.flatten(1, 2), self.count).view_as(fed)
         return out
+
+
+TOGETHER = 64  # maximum number of tokens that streams see in the pass that drafts
+
+
+class _LayerState(Following):
+    """A module with a decoder layer, whose keys and values are in a separate cache."""
+
+    def __init__(self, batch: Batch, draft: TrainedDraft) -> None:
+        self.block = draft.block
+        slots = batch.model.backend.capacity(batch.slots)
+        cache = RowCache(len(batch.seats), slots, (self.block.layer.window,))
+        super().__init__(batch, batch.model, cache)
+        self.step_blocks = draft.step_blocks
+        *self.blocks, self.head = draft.step_blocks
+
+    @abstractmethod
+    def inputs(self, starts: Sequence[int], tokens: Tensor, rows: range | None = None) -> Tensor:
+        """The layer's inputs for tokens (R, T) from those places on, (R, T, H).
+
+        Args:
+            rows: rows of a pass, if only some are needed.
+        """
+
+    def feed(self, tokens: Tensor, places: Sequence[int], rows: range) -> Tensor:
+        return self.advance(self.inputs(places, tokens, rows), places, self.blocks, rows)
+
+    def advance(
+        self,
+        inputs: Tensor,
+        starts: Sequence[int],
+        blocks: Sequence[Block],
+        rows: range | None = None,
+    ) -> Tensor:
+        """Run inputs (R, T, H) of tokens from those places on through blocks."""
+        self.cache.place(starts, inputs.shape[1], rows=rows)
+        step = Pass(self.model, self.cache, self.batch.rotary)
+        return self.model.backend.run(inputs, step, blocks)
+
+
+class ExitState(_LayerState):
+    """Drafts from the states after an exit."""
+
+    def __init__(self, batch: Batch, draft: TrainedDraft) -> None:
+        super().__init__(batch, draft)
+        self.prefix = self.tap = draft.prefix
+
+    def inputs(self, starts: Sequence[int], tokens: Tensor, rows: range | None = None) -> Tensor:
+        return self.batch.tapped(self.prefix, starts, tokens.shape[1], rows=rows)
+
+    def step(self, tokens: Tensor, hidden: Tensor, step: Pass, offset: int) -> Tensor:
+        if not offset:
+            if self.missing() > 1:
+                return self.head(self.catch_up()[None], None)[0]
+            self.see()
+        return self.advance(hidden, self.places(offset), self.step_blocks)[:, 0]
+
+
+class StreamsState(AtOnce, _LayerState):
+    """Drafts all tokens in one pass of its layer, from the target's last states."""
+
+    def __init__(self, batch: Batch, draft: TrainedDraft) -> None:
+        super().__init__(batch, draft)
+        self.tap: int = batch.model.num_sublayers
+        self.best = BEST
+        # Places after the longest draft have no slots, and are not needed.
+        self.count = min(self.block.count, batch.slots - batch.total - 1)
+
+    def inputs(self, starts: Sequence[int], tokens: Tensor, rows: range | None = None) -> Tensor:
+        features = self.batch.tapped(self.tap, starts, tokens.shape[1], before=1, rows=rows)
+        inputs: Tensor = self.block.join(features, self.batch.model.embed(tokens))
+        return inputs
+
+    def draft(self, tokens: Tensor, hidden: Tensor) -> Tensor:
+        shortest = min(self.places(1))
+        if not self.cache.prefilled or self.missing() > min(shortest, TOGETHER):
+            self.catch_up()
+        starts, _, tokens = self.latest(self.missing())
+        features = self.batch.tapped(self.tap, self.places(), 1, before=1)  # (R, 1, H)
+        ahead = self.block.streams(features, hidden)[:, 0, : self.count - 1]
+        inputs = torch.cat([self.inputs(starts, tokens), ahead], 1)
+        out = self.advance(inputs, starts, self.blocks)
+        return self.head(out[:, -self.count :], None)
+
+    def commit(self, row: int, emitted: Sequence[int], steps: int) -> None:
+        super().commit(row, emitted, min(steps, 1))  # what streams leave are not the tokens' keys

@@ -66,9 +66,6 @@ class LogitLookup(Source):
     def open(self, batch: Batch) -> State:
         return _TableState(batch, self)
 
-    def timed(self) -> Source:
-        return Lookup().timed()
-
 
 class LogitTable:
     """The best raw logits of a model, by the tokens before them.

@@ -22,10 +22,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from layerskip.decoding.acceptance import PRIOR_MODULE
-from layerskip.decoding.sources.base import Batch, Source, State
-from layerskip.decoding.sources.trained import BEST
+from layerskip.decoding.sources.base import AtOnce, Batch, Source, State
+from layerskip.decoding.sources.sublayer_draft import BEST
 from layerskip.library import file_of
-from layerskip.model.opened_model import OpenedModel, Pass
+from layerskip.model.opened_model import OpenedModel
 
 _FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 
@@ -133,20 +133,17 @@ class Medusa(Source):
         return [float(sum(each.nbytes for each in self.heads.parameters()))]
 
 
-class _MedusaState(State):
-    everywhere = True
+class _MedusaState(AtOnce):
     best = BEST
 
     def __init__(self, batch: Batch, source: Medusa) -> None:
         super().__init__(batch)
-        self.heads, self.longest = source.heads, source.longest
+        self.heads = source.heads
         self.normed = source.model.normed
         self.tap: int = batch.model.num_sublayers
 
-    def step(self, tokens: Tensor, hidden: Tensor, step: Pass, offset: int) -> Tensor:
-        if not offset:
-            # The state that drew the last token; head k predicts the token k places after it.
-            state = self.batch.tapped(self.tap, self.places(), 1, before=1)[:, 0]  # (R, H)
-            self.raw: Tensor = self.heads(self.normed(state))  # (R, K, V)
-        # A round's last step may follow the last draft.
-        return self.raw[:, min(offset, self.raw.shape[1] - 1)]
+    def draft(self, tokens: Tensor, hidden: Tensor) -> Tensor:
+        # The state that drew the last token; head k predicts the token k places after it.
+        state = self.batch.tapped(self.tap, self.places(), 1, before=1)[:, 0]  # (R, H)
+        raw: Tensor = self.heads(self.normed(state))
+        return raw

@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from layerskip.cache.rows import RowCache
-from layerskip.decoding.sources.assistant import Assistant
+from layerskip.decoding.sources.assistant import Assistant, SecondModel
 from layerskip.decoding.sources.base import Batch, Proposal, Source, State
-from layerskip.decoding.sources.lookup import Lookup
 from layerskip.model.opened_model import OpenedModel
 from layerskip.texts.tokens import common_prefix
 
@@ -38,7 +37,7 @@ def running_ahead(assistant: Source | None) -> RunningAhead:
     return RunningAhead(assistant.model)
 
 
-class RunningAhead(Source):
+class RunningAhead(SecondModel):
     """Drafts with a second model of the same vocabulary that never waits for the target.
 
     Args:
@@ -46,7 +45,7 @@ class RunningAhead(Source):
         longest: how many tokens it runs ahead of a text at most.
     """
 
-    name = "running-ahead"
+    name, what = "running-ahead", "a second model that runs ahead"
     by_clock = True
 
     longest: int
@@ -54,19 +53,8 @@ class RunningAhead(Source):
     def __init__(self, model: OpenedModel, longest: int = 8) -> None:
         self.model, self.longest, self.max_positions = model, longest, model.max_positions
 
-    @property
-    def words(self) -> str:
-        return f"a second model that runs ahead, {getattr(self.model.model, 'name_or_path', '')}"
-
-    @property
-    def key(self) -> Hashable:
-        return (self.name, weakref.ref(self.model.model), self.model.execution, self.model.dtype)
-
     def open(self, batch: Batch) -> State:
         return _AheadState(batch, self)
-
-    def timed(self) -> Source:
-        return Lookup().timed()
 
 
 @dataclass
@@ -154,7 +142,6 @@ class _AheadState(State):
         super().__init__(batch)
         source.model.check_lengths(batch.prompt_lengths, batch.total)
         self.runner = Runner(source.model, source.longest)
-        self.longest = source.longest
         weakref.finalize(self, self.runner.stop)
         self.runner.thread.start()
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from layerskip.decoding.rules import Rule
+from layerskip.decoding.sources.base import Proposal
 
 CANDIDATES = 3
 """Number of drafts of a position."""
@@ -82,16 +83,15 @@ class CandidateTrees:
     def see(self, row: int, tokens: Sequence[int], confidence: float) -> None:
         self.drawn.setdefault(row, []).append(tokens)
 
-    def choose(
-        self, chains: Mapping[int, int]
-    ) -> Mapping[int, tuple[Sequence[int], Sequence[int]]]:
-        """By row, the tokens to verify, those of its chain first, and the parent of each."""
+    def choose(self, chains: Mapping[int, int]) -> Mapping[int, Proposal]:
+        """By row, the tokens to verify, those of its chain first."""
         trees = {}
         for row, drawn in self.drawn.items():
             if row in chains:
                 further = [(token, node) for node, each in enumerate(drawn) for token in each[1:]]
                 tokens = [each[0] for each in drawn] + [token for token, _ in further]
-                trees[row] = tokens, [*range(len(drawn)), *(node for _, node in further)]
+                parents = [*range(len(drawn)), *(node for _, node in further)]
+                trees[row] = Proposal.of(tokens, 0, parents)
         return trees
 
     def learn(self, row: int, tokens: Sequence[int]) -> None:

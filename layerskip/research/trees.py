@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from layerskip.decoding.acceptance import BINS, bin_of
 from layerskip.decoding.expected_gain import ExpectedGain
-from layerskip.decoding.sources.base import State
+from layerskip.decoding.sources.base import Proposal, State
 
 LEAST = 0.01
 """Minimum chance of a token outside the chain."""
@@ -124,10 +124,8 @@ class GrownTrees:
             self.results[row] = result
         self._latest[row] = result
 
-    def choose(
-        self, chains: Mapping[int, int]
-    ) -> Mapping[int, tuple[Sequence[int], Sequence[int]]]:
-        """The tokens for rows to verify once all steps are done, and the parent of each.
+    def choose(self, chains: Mapping[int, int]) -> Mapping[int, Proposal]:
+        """The tokens for rows to verify once all steps are done.
 
         Args:
             chains: by row, the number of tokens of its chain that are verified in any case.
@@ -144,7 +142,7 @@ class GrownTrees:
         )
         tops = {row: nodes[: max(width, chains[row])] for row, nodes in trees.items()}
         return {
-            row: ([node.token for node in nodes], [node.parent for node in nodes])
+            row: Proposal.of([each.token for each in nodes], 0, [each.parent for each in nodes])
             for row, nodes in tops.items()
         }
 

@@ -15,9 +15,7 @@ from layerskip.decoding.controllers import Controller, Offer
 from layerskip.decoding.engine import Decoder, Request
 from layerskip.decoding.laws import Law, of_the_batch
 from layerskip.decoding.passes import Passes
-from layerskip.decoding.sources.base import Source
-from layerskip.decoding.sources.following import Following
-from layerskip.decoding.sources.lookup import Lookup
+from layerskip.decoding.sources.base import Batch, Following, Proposal, Source, State
 from layerskip.model.opened_model import OpenedModel
 
 TOKENS = (1, 2, 4, 8, 16)  # tokens per row in timed passes
@@ -80,6 +78,20 @@ class Stopwatch(Controller):
         return self.now() - start
 
 
+class _Echo(Source):
+    """Always has a draft, of which any number of tokens can be verified."""
+
+    key = "echo"
+
+    def open(self, batch: Batch) -> State:
+        return _EchoState(batch)
+
+
+class _EchoState(State):
+    def offer(self, row: int, most: int) -> Proposal:
+        return Proposal.of([0] * most, match=1)
+
+
 def time_rounds(
     model: OpenedModel,
     sources: Sequence[Source],
@@ -139,7 +151,7 @@ def time_rounds(
         keep_scores=False,
         keep_logits=False,
     )
-    timed = [Lookup().timed(), *(source.timed() for source in sources)]
+    timed = [_Echo(), *(source.timed() for source in sources)]
     watch = Stopwatch(now)
     decoder = Decoder(model, timed, watch, asked, max_draft_length=longest + 1)
     watch.rounds = decoder.rounds()

@@ -24,7 +24,7 @@ from layerskip.library import cache_name
 from layerskip.model.assistants import load_assistant
 from layerskip.model.draft_modules import AHEAD
 from layerskip.model.opened_model import OpenedModel
-from layerskip.model.sublayers import Sublayers
+from layerskip.model.opened_models import Sublayers
 from layerskip.training import processes
 from layerskip.training.draft_training import Recipe, Training
 from layerskip.training.losses import Step

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from layerskip.config.registry import named
 from layerskip.config.skips import DecodingOptions, LowPrecision, SkipConfig
+from layerskip.model.draft_modules import TOKENS, save_trained
 from layerskip.model.opened_model import OpenedModel
-from layerskip.model.trained_weights import TOKENS, save_trained
 from layerskip.texts.vocabulary import ranked
 from layerskip.training import processes
 from layerskip.training.loop import train, windows_of

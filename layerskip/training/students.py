@@ -16,7 +16,7 @@ from layerskip.config.skips import SkipConfig
 from layerskip.files.environment import free_memory
 from layerskip.model.opened_model import OpenedModel
 from layerskip.training.losses import Step
-from layerskip.weights.draft_head import TrimmedHead
+from layerskip.weights.rounded import TrimmedHead
 
 RATES = {"exit-block": 3e-3, "heads": 5e-3, "streams": 5e-3, "assistant": 1e-3, "eagle3": 1e-3}
 """Learning rates by kind. On demo-gemma2, modules reach in 150,000 tokens what took 240,000 to

@@ -1,4 +1,4 @@
-"""Weights rounded to 8 or 4 bits, products with them, and the copies of a model's weights.
+"""Weights rounded to 8 or 4 bits, products with weights, and the copies of a model's weights.
 
 8 bits: numbers from -127 to 127 with one scale per row. 4 bits: numbers from -8 to 7 with one
 scale, of either sign, per 32 columns of a row. Scales are bfloat16. Copies are made once per model
@@ -8,15 +8,17 @@ Every call compares each weight with its state when it was copied: address, shap
 version, and some of its numbers, since changes through `.data` leave no other trace. A changed
 weight is rounded again. A change that is not noticed only lowers acceptance: no text depends on a
 copy.
-Shapes: R rows, C columns, E experts, G groups of 32 columns.
+Shapes: R rows, C columns, E experts, G groups of 32 columns; H hidden width, V vocabulary,
+n tokens kept.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -26,10 +28,11 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from layerskip.native.extension import extension
-from layerskip.weights.draft_head import TrimmedHead
-from layerskip.weights.products import Function
 from layerskip.weights.stored import Stored
 
+Function = Callable[[Tensor], Tensor]
+Linear = Callable[[Tensor, Tensor | None], Function]
+"""Makes a function of inputs from a weight and a bias."""
 GROUP = 32
 """Columns that share a scale in 4 bits."""
 LARGEST = (-8.6, -8.0, -7.4, 7.0)
@@ -39,6 +42,12 @@ ROWS = 16
 """Rows in a panel of packed numbers (see `panels.h`)."""
 _CHUNK = 1 << 20  # numbers rounded at a time
 _SAMPLES = 32  # numbers of every weight to compare
+
+
+def plain(weight: Tensor, bias: Tensor | None) -> Function:
+    """The ordinary linear layer."""
+    linear = F.linear
+    return lambda x: linear(x, weight, bias)
 
 
 @dataclass(frozen=True)
@@ -181,6 +190,31 @@ def _widened(data: Tensor, scales: Tensor, bits: int, columns: int, dtype: torch
     numbers = torch.cat((pairs & 15, pairs >> 4), -1).to(dtype) - 8  # (R, G, 32)
     weight: Tensor = (numbers * scales[..., None].to(dtype)).flatten(1)[:, :columns]
     return weight
+
+
+class TrimmedHead:
+    """Some rows of an unembedding: their weight (n, H), bias (n,) or None, and tokens (n,).
+
+    Few tokens make up most of any text: a draft that reads only their rows costs less and proposes
+    nearly the same tokens (FR-Spec, arXiv 2502.14856). Other tokens have logits of -inf.
+
+    Args:
+        head: the full head.
+        tokens: those whose rows are copied.
+    """
+
+    def __init__(self, head: nn.Linear, tokens: Iterable[int]) -> None:
+        weight, bias = head.weight.detach(), head.bias
+        self.tokens = torch.tensor(sorted(tokens), device=weight.device)  # (n,)
+        self.weight = weight[self.tokens]  # (n, H)
+        self.bias = None if bias is None else bias.detach()[self.tokens]  # (n,)
+        self.spread = partial(spread, tokens=self.tokens, vocabulary=len(weight))
+
+
+def spread(logits: Tensor, tokens: Tensor, vocabulary: int) -> Tensor:
+    """Expand logits (..., n) of tokens, (n,) or (..., n), to (..., V), with -inf elsewhere."""
+    whole = logits.new_full((*logits.shape[:-1], vocabulary), float("-inf"))
+    return whole.scatter_(-1, tokens.expand_as(logits), logits)
 
 
 # ---------------------------------------------------------------------------------------------

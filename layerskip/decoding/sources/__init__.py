@@ -16,8 +16,7 @@ from layerskip.decoding.sources.base import Source
 from layerskip.decoding.sources.dflash import DFlash
 from layerskip.decoding.sources.eagle import EagleHead
 from layerskip.decoding.sources.official import Official
-from layerskip.decoding.sources.sublayer_draft import SublayerDraft
-from layerskip.decoding.sources.trained import TrainedDraft
+from layerskip.decoding.sources.sublayer_draft import SublayerDraft, TrainedDraft
 from layerskip.families.known import ASSISTANTS
 from layerskip.model.assistants import is_assistant, load_assistant
 from layerskip.model.block_drafter import BlockDrafter, holds_blocks

@@ -15,13 +15,33 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from layerskip.cache.rows import RowCache
-from layerskip.decoding.sources.base import Batch, Source, State
-from layerskip.decoding.sources.following import Following, in_chunks
+from layerskip.decoding.sources.base import Batch, Following, Source, State
 from layerskip.model.opened_model import OpenedModel, Pass
 
 
-class Assistant(Source):
-    """A second model with the target's vocabulary, which may have another execution.
+class SecondModel(Source):
+    """A source that drafts with a model of its own, which may have another execution.
+
+    Attributes:
+        what: what the model is, in words.
+    """
+
+    name = "assistant"
+    what = "a second model"
+    model: OpenedModel
+
+    @property
+    def words(self) -> str:
+        return f"{self.what}, {getattr(self.model.model, 'name_or_path', '')}".removesuffix(", ")
+
+    @property
+    def key(self) -> Hashable:
+        model, size = self.model, self.model.weights.vocabulary
+        return (self.name, weakref.ref(model.model), model.execution, model.dtype, size)
+
+
+class Assistant(SecondModel):
+    """A second model with the target's vocabulary.
 
     Heads may be padded differently: tokens that only one of the models has are not drafted.
 
@@ -35,18 +55,6 @@ class Assistant(Source):
 
     def open(self, batch: Batch) -> State:
         return AssistantState(self.model, batch)
-
-    name = "assistant"
-
-    @property
-    def words(self) -> str:
-        path = getattr(self.model.model, "name_or_path", "")
-        return f"a second model, {path}" if path else "a second model"
-
-    @property
-    def key(self) -> Hashable:
-        model = self.model
-        return (weakref.ref(model.model), model.execution, model.dtype, model.weights.vocabulary)
 
     def step_bytes(self) -> Sequence[float]:
         return [*self.model.weight_bytes()["sublayers"], self.model.weights.head_bytes()]
@@ -81,33 +89,15 @@ def _after_a_token(model: OpenedModel) -> RowCache:
     return step.cache
 
 
-def common(raw: Tensor, target: OpenedModel) -> Tensor:
-    """Map an assistant's raw logits (..., any) to the target's vocabulary, (..., V)."""
-    missing = target.vocabulary - raw.shape[-1]
-    raw = raw.to(target.device, target.dtype)
-    return F.pad(raw, (0, missing), value=float("-inf")) if missing else raw
-
-
-def of_assistant(tokens: Tensor, assistant: OpenedModel, target: OpenedModel) -> Tensor:
-    """The target's tokens on the assistant's device, clamped to its vocabulary."""
-    tokens = tokens.to(assistant.device)
-    if assistant.vocabulary < target.vocabulary:
-        tokens = tokens.clamp(max=assistant.vocabulary - 1)
-    return tokens
-
-
 class AssistantState(Following):
     """A second model's keys and values of the rows of a batch."""
 
     def __init__(self, model: OpenedModel, batch: Batch) -> None:
-        super().__init__(batch)
         try:
             model.check_lengths(batch.prompt_lengths, batch.total)
         except ValueError as error:
             raise ValueError(f"the assistant cannot draft here: {error}") from error
-        self.model = model
-        self.cache = model.new_cache(len(batch.seats), batch.slots)
-        self.caches = [self.cache]
+        super().__init__(batch, model, model.new_cache(len(batch.seats), batch.slots))
         self.resized()
         self.head = model.weights.head()
         self.blocks = [*model.blocks, self.head]
@@ -123,45 +113,32 @@ class AssistantState(Following):
         self.rotary = self.model.rotary(self.batch.slots, self.batch.total)
 
     def step(self, tokens: Tensor, hidden: Tensor, step: Pass, offset: int) -> Tensor:
-        batch, model = self.batch, self.model
-        count = 1 if offset else self.missing()
-        if count > 1:
-            return common(self._catch_up(count), batch.model)
-        if not offset:
-            self.see()
-        fed = of_assistant(tokens, model, batch.model)[:, None]  # (R, 1)
-        begun = self._feed(fed, self.places(offset), settled=self.places())
-        raw = model.backend.run(*begun, self.blocks)[:, 0]
-        return common(raw, batch.model)
+        if not offset and self.missing() > 1:
+            raw = self.head(self.catch_up()[None], None)[0]
+        else:
+            if not offset:
+                self.see()
+            begun = self._begin(tokens[:, None], self.places(offset), settled=self.places())
+            raw = self.model.backend.run(*begun, self.blocks)[:, 0]
+        target = self.batch.model
+        missing = target.vocabulary - raw.shape[-1]
+        raw = raw.to(target.device, target.dtype)  # (R, any)
+        return F.pad(raw, (0, missing), value=float("-inf")) if missing else raw  # (R, V)
 
-    def _catch_up(self, count: int) -> Tensor:
-        """Feed the last `count` tokens of every row; returns raw logits after them, (R, any)."""
-        model = self.model
-        starts, missing, tokens = self.latest(count)
-        if not self.cache.partial:  # seeing tokens again changes nothing
-            missing = [range(each.stop) for each in missing]
+    def feed(self, tokens: Tensor, places: Sequence[int], rows: range) -> Tensor:
+        begun = self._begin(tokens, places, rows)
+        return self.model.run(*begun, range(self.model.num_sublayers))
 
-        def run(chunk: Tensor, rows: range, firsts: list[int]) -> Tensor:
-            places = [starts[row] + first for row, first in zip(rows, firsts, strict=True)]
-            return model.run(*self._feed(chunk, places, rows), range(model.num_sublayers))
-
-        last = in_chunks(
-            model,
-            of_assistant(tokens, model, self.batch.model),
-            missing,
-            run,
-            partial=self.cache.partial,
-        )
-        self.cache.prefilled = True
-        return self.head(last[None], None)[0]
-
-    def _feed(
+    def _begin(
         self,
         tokens: Tensor,
         starts: Sequence[int],
         rows: range | None = None,
         settled: Sequence[int] | None = None,
     ) -> tuple[Tensor, Pass]:
-        rows = rows or range(len(starts))
+        model = self.model
+        tokens = tokens.to(model.device)
+        if model.vocabulary < self.batch.model.vocabulary:
+            tokens = tokens.clamp(max=model.vocabulary - 1)
         self.cache.place(starts, tokens.shape[1], rows=rows, settled=settled)
-        return self.model.feed(tokens, self.cache, self.rotary)
+        return model.feed(tokens, self.cache, self.rotary)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from layerskip.cache.rows import RowCache
+from layerskip.cache.rows import RowCache, on_device
 from layerskip.config.skips import SkipConfig
 from layerskip.decoding.acceptance import PRIOR
 from layerskip.decoding.seats import Seat
@@ -206,7 +206,7 @@ class Source(ABC):
         return not self.step_bytes()
 
     def timed(self) -> Source:
-        """The source to time instead of it: one that always has a proposal."""
+        """The source whose steps are timed in place of its own."""
         return self
 
 
@@ -240,7 +240,6 @@ class State:
     taps: Sequence[int] = ()
     prompt_taps: Sequence[int] = ()
     whole_prompts = True
-    longest: int | None = None
     best = 2
     everywhere = False
     reads_logits = False
@@ -273,7 +272,7 @@ class State:
 
     def offer(self, row: int, most: int) -> Proposal:
         """Propose at most `most` tokens for the row's next round."""
-        return Proposal(min(most, self.longest or most))
+        return Proposal(most)
 
     def step(self, tokens: Tensor, hidden: Tensor, step: Pass, offset: int) -> Tensor:
         """Raw logits (R, V) after a token of the round, for proposals without tokens.
@@ -346,3 +345,95 @@ class RowsState(State):
 
     def commit(self, row: int, emitted: Sequence[int], steps: int) -> None:
         self.rows[row].extend(emitted)
+
+
+class AtOnce(State):
+    """A state whose first step of a round drafts all tokens; later steps return what that said."""
+
+    everywhere = True
+    raw: Tensor  # of the round, (R, K, V)
+
+    @abstractmethod
+    def draft(self, tokens: Tensor, hidden: Tensor) -> Tensor:
+        """Raw logits of all tokens of a round, (R, K, V), from the arguments of its first step."""
+
+    def step(self, tokens: Tensor, hidden: Tensor, step: Pass, offset: int) -> Tensor:
+        if not offset:
+            self.raw = self.draft(tokens, hidden)
+        # A round's last step may follow the last draft.
+        return self.raw[:, min(offset, self.raw.shape[1] - 1)]
+
+
+class Following(State):
+    """A state with its own keys and values, which catches up with the batch when it drafts.
+
+    It costs nothing while other sources draft. A rollback only lowers a length: the slots of
+    rejected drafts are overwritten before anything reads them.
+
+    Args:
+        model: the model whose sublayers or states it needs, and which says how long passes are.
+        cache: its keys and values.
+
+    Attributes:
+        seen: for each row, the number of first tokens that it has seen.
+    """
+
+    def __init__(self, batch: Batch, model: OpenedModel, cache: RowCache) -> None:
+        super().__init__(batch)
+        self.model, self.cache, self.caches = model, cache, [cache]
+        self.seen = [0] * len(batch.seats)
+
+    def begin(self, row: int) -> None:
+        self.seen[row] = 0
+
+    def commit(self, row: int, emitted: Sequence[int], steps: int) -> None:
+        if steps:  # the last emitted token has not been fed yet
+            self.seen[row] = self.batch.seats[row].length + steps
+
+    def missing(self) -> int:
+        """The number of tokens for a round's first step to see, including the last emitted one."""
+        seats = self.batch.seats
+        return max(1, *(seats[row].length + 1 - self.seen[row] for row in self.batch.rows))
+
+    def see(self) -> None:
+        for row in self.batch.rows:
+            self.seen[row] = self.batch.seats[row].length + 1
+
+    def latest(self, count: int) -> tuple[list[int], list[range], Tensor]:
+        """The last `count` tokens of every row, or all if it has fewer; marks them as seen.
+
+        Returns:
+            For each row of a pass, the position of the first of them, and the indices of those that
+            were missing; and the tokens, (R, T), padded at the end.
+        """
+        batch = self.batch
+        starts, missing, tokens = [], [], []
+        for row in batch.rows:
+            seat = batch.seats[row]
+            end = seat.length + 1
+            first, prompt = max(0, end - count), seat.prompt_length
+            some = seat.prompt[first:].tolist()
+            some += seat.emitted[max(0, first - prompt) : end - prompt]
+            starts.append(first)
+            missing.append(range(min(self.seen[row], end - 1) - first, end - first))
+            tokens.append(some + some[-1:] * (count - len(some)))
+            self.seen[row] = end
+        return starts, missing, on_device(tokens, batch.model.device)
+
+    def feed(self, tokens: Tensor, places: Sequence[int], rows: range) -> Tensor:
+        """Run tokens (r, T) of some rows of a pass from those places on; returns (r, T, H)."""
+        raise NotImplementedError(f"{type(self).__name__} feeds no tokens")
+
+    def catch_up(self) -> Tensor:
+        """Feed all tokens not seen yet; returns the states after the last ones, (R, H)."""
+        starts, missing, tokens = self.latest(self.missing())
+        if not self.cache.partial:  # seeing tokens again changes nothing
+            missing = [range(each.stop) for each in missing]
+
+        def run(chunk: Tensor, rows: range, firsts: list[int]) -> Tensor:
+            places = [starts[row] + first for row, first in zip(rows, firsts, strict=True)]
+            return self.feed(chunk, places, rows)
+
+        last = self.model.in_chunks(tokens, missing, run, partial=self.cache.partial)  # (R, H)
+        self.cache.prefilled = True
+        return last

@@ -17,12 +17,11 @@ from torch import Tensor
 
 from layerskip.backends.base import logit_transform
 from layerskip.cache.library_cache import LibraryCache
-from layerskip.decoding.sources.base import Batch, State
-from layerskip.decoding.sources.following import Following, in_chunks
+from layerskip.decoding.sources.base import AtOnce, Batch, Following, State
 from layerskip.decoding.sources.published import Published
 from layerskip.families.architecture import read_bytes
 from layerskip.model.block_drafter import BlockDrafter
-from layerskip.model.opened_model import OpenedModel, Pass
+from layerskip.model.opened_model import OpenedModel
 
 
 class DFlash(Published):
@@ -82,23 +81,18 @@ class DFlash(Published):
         return self.spread(raw if self.finish is None else self.finish(raw))
 
 
-class _BlockState(Following):
-    everywhere = True
+class _BlockState(AtOnce, Following):
+    cache: LibraryCache
 
     def __init__(self, batch: Batch, source: DFlash) -> None:
-        super().__init__(batch)
-        self.source, self.taps, self.longest = source, source.taps, source.longest
         layers = len(source.module.network.layers)
-        self.cache = LibraryCache(len(batch.seats), batch.slots, (None,) * layers)
-        self.caches = [self.cache]
-        self.raw: Tensor  # of the round's block, (R, longest, V)
+        cache = LibraryCache(len(batch.seats), batch.slots, (None,) * layers)
+        super().__init__(batch, batch.model, cache)
+        self.source, self.taps = source, source.taps
 
-    def step(self, tokens: Tensor, hidden: Tensor, step: Pass, offset: int) -> Tensor:
-        if not offset:
-            self._catch_up()
-            self.raw = self.source.logits(tokens, self.places(), self.cache)
-        # A round's last step may follow the last draft.
-        return self.raw[:, min(offset, self.raw.shape[1] - 1)]
+    def draft(self, tokens: Tensor, hidden: Tensor) -> Tensor:
+        self._catch_up()
+        return self.source.logits(tokens, self.places(), self.cache)
 
     def commit(self, row: int, emitted: Sequence[int], steps: int) -> None:
         """Nothing was fed that may be rejected."""
@@ -115,6 +109,6 @@ class _BlockState(Following):
             return self.source.module.remember(torch.cat(states, -1), self.cache)
 
         places = torch.zeros(len(ends), max(ends), dtype=torch.long)  # (R, T), which nothing reads
-        in_chunks(batch.model, places, missing, run)
+        self.model.in_chunks(places, missing, run)
         for row, end in zip(batch.rows, ends, strict=True):
             self.seen[row] = end

@@ -121,9 +121,6 @@ class EarlierAnswers(Source):
     def open(self, batch: Batch) -> State:
         return _EarlierState(batch, self)
 
-    def timed(self) -> Source:
-        return Lookup().timed()
-
 
 def earlier_answers(
     where: str | None, most: int | None, tokenizer: Any, vocabulary: int

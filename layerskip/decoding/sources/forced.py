@@ -8,7 +8,7 @@ import torch
 
 from layerskip.decoding.laws import Stateful
 from layerskip.decoding.sources.base import Batch, Proposal, RowsState, Source, State
-from layerskip.decoding.sources.lookup import NOTHING, Lookup
+from layerskip.decoding.sources.lookup import NOTHING
 
 _SURE = 1 << 20  # tokens in common: more than any lookup has
 
@@ -27,9 +27,6 @@ class Forced(Source):
     def open(self, batch: Batch) -> State:
         vocabulary = batch.model.vocabulary
         return RowsState(batch, lambda _: ForcedRow(self.processors, vocabulary))
-
-    def timed(self) -> Source:
-        return Lookup().timed()
 
 
 class ForcedRow:

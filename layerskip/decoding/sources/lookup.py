@@ -180,21 +180,6 @@ class Lookup(Source):
         row.extend(prompt)
         return row
 
-    def timed(self) -> Source:
-        return _Echo()
-
-
-class _Echo(Source):
-    key = "echo"
-
-    def open(self, batch: Batch) -> State:
-        return _EchoState(batch)
-
-
-class _EchoState(State):
-    def offer(self, row: int, most: int) -> Proposal:
-        return Proposal.of([0] * most, match=1)
-
 
 class LookupRow:
     """A row's history, and the match of its end in the other texts."""

@@ -17,8 +17,7 @@ from torch import Tensor
 from layerskip.backends.base import composed
 from layerskip.cache.library_cache import LibraryCache
 from layerskip.cache.rows import additive
-from layerskip.decoding.sources.base import Batch, Source, State
-from layerskip.decoding.sources.following import Following, in_chunks
+from layerskip.decoding.sources.base import Batch, Following, Source, State
 from layerskip.families.architecture import read_bytes
 from layerskip.model.mtp_head import Head
 from layerskip.model.opened_model import OpenedModel, Pass
@@ -111,35 +110,26 @@ class HeadState(Following):
     """
 
     def __init__(self, batch: Batch, source: Any, taps: Sequence[int]) -> None:
-        super().__init__(batch)
+        cache = LibraryCache(len(batch.seats), batch.slots, (None,))
+        super().__init__(batch, batch.model, cache)
         self.source, self.taps = source, taps
-        self.cache = LibraryCache(len(batch.seats), batch.slots, (None,))
-        self.caches = [self.cache]
         self.carried: Tensor  # the head's state of the token fed last, (R, 1, H)
 
     def step(self, tokens: Tensor, hidden: Tensor, step: Pass, offset: int) -> Tensor:
         source = self.source
         if offset:
-            places = self.places(offset)
-            self.cache.place(places, 1, rows=range(len(places)))
+            self.cache.place(self.places(offset), 1)
             self.carried = source.compute(tokens[:, None], self.carried, self.cache)
         else:
-            self.carried = self._catch_up()[:, None]
+            self.carried = self.catch_up()[:, None]
         raw: Tensor = source.logits(self.carried)
         return raw
 
-    def _catch_up(self) -> Tensor:
-        """Feed all tokens not seen yet; returns the states of the last ones, (R, H)."""
-        starts, missing, tokens = self.latest(self.missing())
-
-        def run(chunk: Tensor, rows: range, firsts: list[int]) -> Tensor:
-            places = [starts[row] + first for row, first in zip(rows, firsts, strict=True)]
-            states = self.source.before(self.batch, places, chunk.shape[1], rows)
-            self.cache.place(places, chunk.shape[1], rows=rows)
-            out: Tensor = self.source.compute(chunk, states, self.cache)
-            return out
-
-        return in_chunks(self.batch.model, tokens, missing, run)
+    def feed(self, tokens: Tensor, places: Sequence[int], rows: range) -> Tensor:
+        states = self.source.before(self.batch, places, tokens.shape[1], rows)
+        self.cache.place(places, tokens.shape[1], rows=rows)
+        out: Tensor = self.source.compute(tokens, states, self.cache)
+        return out
 
     def commit(self, row: int, emitted: Sequence[int], steps: int) -> None:
         # Its own drafts were fed with its own states, not with the model's.

@@ -9,27 +9,29 @@ assistant, K candidates, V vocabulary.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from layerskip.cache.rows import RowCache
-from layerskip.decoding.sources.base import Batch, Source, State
+from layerskip.decoding.sources.assistant import SecondModel
+from layerskip.decoding.sources.base import Batch, State
 from layerskip.families.architecture import read_bytes
 from layerskip.families.family import LayerParts
 from layerskip.model.opened_model import OpenedModel, Pass
-from layerskip.weights.draft_head import spread
+from layerskip.weights.rounded import spread
 
 
-class Official(Source):
-    """A Gemma 4 assistant (see `layerskip.model.assistants`), which may have another execution.
+class Official(SecondModel):
+    """A Gemma 4 assistant (see `layerskip.model.assistants`).
 
     Raises:
         ValueError: it is another model's assistant, or its dtype or device differs.
     """
+
+    what = "the model's official assistant"
 
     def __init__(
         self, target: OpenedModel, model: OpenedModel, tokens: Iterable[int] | None = None
@@ -50,18 +52,6 @@ class Official(Source):
             self.allowed[[*tokens]] = True
         self.model = model
         self.head = model.weights.head()
-
-    name = "assistant"
-
-    @property
-    def words(self) -> str:
-        path = getattr(self.model.model, "name_or_path", "")
-        return f"the model's official assistant, {path}".removesuffix(", ")
-
-    @property
-    def key(self) -> Hashable:
-        model = self.model
-        return (weakref.ref(self.module), model.execution, model.dtype, model.weights.vocabulary)
 
     def open(self, batch: Batch) -> State:
         return _OfficialState(batch, self)
@@ -123,7 +113,7 @@ class _OfficialState(State):
         batch, model = self.batch, self.source.model
         if not offset:
             self.cache.borrow(batch.cache, self.source.sources)
-            self.cache.place(self.places(-1), 1, rows=range(len(batch.rows)))
+            self.cache.place(self.places(-1), 1)
             self.pass_ = Pass(model, self.cache, self.rotary)
             before = batch.tapped(self.tap, self.places(), 1, before=1)  # (R, 1, H)
             self.carried = batch.model.decoder.norm(before)

@@ -18,8 +18,7 @@ from layerskip.decoding.sources.official import device_mismatch, target_mismatch
 from layerskip.model.opened_model import OpenedModel
 from layerskip.model.published_head import PublishedHead
 from layerskip.model.whole import Whole
-from layerskip.weights.draft_head import spread
-from layerskip.weights.rounded import rounded_bytes
+from layerskip.weights.rounded import rounded_bytes, spread
 
 
 class Published(Source):
