@@ -59,6 +59,12 @@ TOWER = {
 }
 _MIXTURE = {"num_experts": 4, "moe_intermediate_size": 16}
 
+_SHARED = {"n_routed_experts": 4, "moe_intermediate_size": 16, "num_experts_per_tok": 2}
+_SHARED |= {"n_shared_experts": 2}
+_STRETCHED = {
+    "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 4.0, "factor": 1.0}
+}
+
 # the `model_type` of families whose name here differs from it
 _TYPES = {"gemma3": "gemma3_text", "gemma4_unified": "gemma4_unified_text"}
 _TYPES |= {"muse_glimmer": "muse_glimmer_text"}
@@ -130,9 +136,14 @@ _NEWER = {
         **(_SLIDING | {"layer_rope_theta": [1e4, 5e2, 0] * 2, "embedding_multiplier": 1.5}),
         **{"residual_multiplier": 0.8, "logits_scaling": 2.0, "attention_multiplier": 0.2},
     },
-    "hunyuan_v1_dense": {
-        **_HEAD,
-        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 4.0, "factor": 1.0},
+    "hunyuan_v1_dense": _HEAD | _STRETCHED,
+    "qwen2_moe": {
+        **(_MIXTURE | _SLIDING | {"use_sliding_window": True, "num_experts_per_tok": 2}),
+        **{"shared_expert_intermediate_size": 24, "mlp_only_layers": [1]},
+    },
+    "glm4_moe": {
+        **(_HEAD | _SHARED | {"use_qk_norm": True, "partial_rotary_factor": 0.5}),
+        **{"first_k_dense_replace": 0, "routed_scaling_factor": 1.5},
     },
 }
 NEWER = tuple(_NEWER)
@@ -157,9 +168,31 @@ _FAMILIES |= {
         **(_HEAD | {"embedding_multiplier": 1.5, "attention_multiplier": 0.2}),
         **{"residual_multiplier": 0.8, "logits_scaling": 0.5, "use_post_norm": True},
     },
+    "ernie4_5_moe": {
+        **(_HEAD | {"use_bias": True, "moe_num_experts": 4, "moe_k": 2}),
+        **{"moe_intermediate_size": 16, "moe_layer_start_index": 0, "moe_layer_end_index": 4},
+    },
+    "hunyuan_v1_moe": _HEAD | _STRETCHED | {"num_experts": 4, "moe_topk": 2},
+    "dots1": _HEAD | _SHARED | _SLIDING | {"norm_topk_prob": True, "first_k_dense_replace": 1},
+    "exaone_moe": _HEAD | _MIXTURE | _SLIDING | {"num_experts_per_tok": 2},
+    "solar_open": _HEAD | _SHARED,
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "flex_olmo": {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True},
+    "mellum": {
+        **(_HEAD | _MIXTURE | _SLIDING | {"num_experts_per_tok": 2}),
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 5e2},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    },
+    "granitemoe": {
+        **{"num_local_experts": 4, "num_experts_per_tok": 2, "embedding_multiplier": 1.5},
+        **{"residual_multiplier": 0.8, "logits_scaling": 2.0, "attention_multiplier": 0.2},
+    },
 }
 OTHERS = tuple(_FAMILIES)[len(EVERY) :]
 """Families whose parts all occur in those. Few tests visit them, each in few cases."""
+MIXTURES = ("gemma4_mixture", "mixtral", "qwen3_moe", *NEWER[-2:], *OTHERS[-9:])
 # families whose parts all occur in others, or that have their own tests
 _ALIKE = ("gemma4_unified", "gemma4_mixture", "ministral", "ministral3", "olmo2", "qwen3_moe")
 MOST = [*(family for family in EVERY if family not in _ALIKE), *slow(*_ALIKE)]
@@ -202,12 +235,12 @@ def tiny_model(family, *, dtype=torch.float64, attention=None, seed=0, **overrid
         model = _built(config)
         # norm weights and biases start as constants, which would hide errors in their use
         with torch.no_grad():
-            for weight in model.parameters():
-                if weight.dim() == 1:
-                    weight.add_(torch.randn_like(weight) * 0.2)
-            for name, scalar in model.named_buffers():
+            buffers = {name: each for name, each in model.named_buffers() if "layers." in name}
+            for name, weight in [*model.named_parameters(), *buffers.items()]:
                 if name.endswith("layer_scalar"):
-                    scalar.fill_(0.9)
+                    weight.fill_(0.9)
+                elif weight.dim() == 1 or name.endswith("correction_bias"):
+                    weight.add_(torch.randn_like(weight) * 0.2)
     model = model.to(dtype).eval()
     model.generation_config.eos_token_id = None
     return model
@@ -261,8 +294,9 @@ def lively_model(family, **overrides):
                         norm.weight.copy_((1 + norm.weight) * 0.25 - 1 if own else norm.weight / 4)
             else:
                 layer.self_attn.o_proj.weight.mul_(0.25)
-                down = getattr(layer.mlp, "experts", layer.mlp).down_proj
-                getattr(down, "weight", down).mul_(0.25)
+                for name, weight in layer.named_parameters():
+                    if "down_proj" in name and weight.dim() > 1:
+                        weight.mul_(0.25)
         embedding = decoder.embed_tokens.weight
         embedding.div_(embedding.std() * (embedding.shape[1] ** 0.5 if gemma else 1.0))
         norm = decoder.norm.weight

@@ -5,6 +5,7 @@ import functools
 from dataclasses import replace
 from itertools import product
 
+import models
 import pytest
 import torch
 from cost_records import analytic, cost_record, cost_table, step_seconds
@@ -30,7 +31,8 @@ from layerskip.search.record import trials_table
 from layerskip.timing.sublayer_costs import measure
 from layerskip.weights.rounded import copies_of, rounded, rounded_bytes
 
-MIXTURES = ("gemma4_mixture", "qwen3_moe", "mixtral")
+MIXTURES = ("gemma4_mixture", "qwen3_moe", "mixtral", "qwen2_moe", "glm4_moe")
+PARALLEL = ("gemma4_mixture", "qwen2_moe", "glm4_moe")
 EXECUTIONS = ("modules", "fused")
 COSTS = CostTable(0.1, (1.0, 1.01, 1.02))
 BITS = (8, 4)
@@ -50,7 +52,7 @@ CASES = [
     (family, draft)
     for family in MIXTURES
     for draft in DRAFTS
-    if family == "gemma4_mixture" or DRAFTS[draft].experts != 0
+    if family in PARALLEL or DRAFTS[draft].experts != 0
 ]
 
 
@@ -84,7 +86,7 @@ def with_top(model, top):
 @pytest.mark.parametrize("normalised", [True, False])
 @pytest.mark.parametrize("top", [1, 2, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize("family", models.MIXTURES)
 def test_routers_are_the_library_s_bit_by_bit(family, dtype, top, normalised):
     more = {"norm_topk_prob": normalised} if family == "qwen3_moe" else {}
     model = tiny_model(family, dtype=dtype, **more)
@@ -96,8 +98,11 @@ def test_routers_are_the_library_s_bit_by_bit(family, dtype, top, normalised):
     with torch.no_grad():
         _, *want = library(x)
         _, *got = route(x)
-    assert all(torch.equal(*pair) for pair in zip(got, want, strict=True))
-    assert all(a.dtype is b.dtype for a, b in zip(got, want, strict=True))
+    loose = {"rtol": 0, "atol": 0}
+    if mixture.sigmoid or family == "granitemoe":  # the library's sums are in another order
+        want, got = ([each.gather(1, of[1].argsort()) for each in of] for of in (want, got))
+        loose["rtol"] = 1e-6 if dtype is torch.float32 else 1e-2
+    torch.testing.assert_close(got, want, **loose)
     assert mixture.top == 2  # the model's own number is unchanged
     if mixture.norm is not None:
         with torch.no_grad():
@@ -145,12 +150,13 @@ def test_a_draft_of_one_expert_is_the_model_that_takes_one(family, execution):
     assert not torch.allclose(got, whole, atol=1e-2)
 
 
+@pytest.mark.parametrize("family", PARALLEL)
 @pytest.mark.parametrize("execution", EXECUTIONS)
-def test_a_draft_of_no_expert_runs_the_dense_mlps(execution):
-    model, ids = model_of("gemma4_mixture"), prompt(WINDOW + 3, rows=2)
+def test_a_draft_of_no_expert_runs_the_dense_mlps(execution, family):
+    model, ids = model_of(family), prompt(WINDOW + 3, rows=2)
     dense = copy.deepcopy(model)
-    for layer in dense.model.layers:
-        layer.post_feedforward_layernorm_2.weight.data.zero_()
+    for mixture in Sublayers(dense, "modules").mixtures:
+        (mixture.after.weight if mixture.after else mixture.experts.down_proj).data.zero_()
     with torch.no_grad():
         got = logits(Sublayers(model, execution), ids, SkipConfig(experts=0))
         torch.testing.assert_close(got, dense(ids).logits, rtol=0, atol=2e-5)
@@ -324,7 +330,7 @@ def test_a_search_prices_and_finds_drafts_of_fewer_experts(family):
     model = lively_model(family)
     ids = [prompt(9, seed=seed) for seed in range(2)]
     where = space_for(Sublayers(model), "sublayer,experts")
-    assert where.experts == ((1, 0) if family == "gemma4_mixture" else (1,))
+    assert where.experts == ((1, 0) if family in PARALLEL else (1,))
     measured = measure(model, ids, contexts=(16,), budget=0.01)
     opened = Sublayers(model)
     for count in where.experts:

@@ -29,7 +29,7 @@ def test_long_prompts_and_many_rejected_drafts(kind):
     assert wrong > 20 or kind == "mamba"  # whose text repeats here, so that lookups are right
 
 
-@pytest.mark.parametrize("kind", ["falcon_h1", *thorough("mamba"), "qwen3_5_text"])
+@pytest.mark.parametrize("kind", ["falcon_h1", *thorough("mamba", "qwen3_next"), "qwen3_5_text"])
 def test_sessions_keep_states_where_texts_end_and_where_they_part(kind):
     model = copy.deepcopy(small_model(kind))
     session = Session(model, memory=1 << 24)
@@ -80,7 +80,7 @@ def _drafts(model):
     return every_draft(model, EIGHT)[-1]
 
 
-@pytest.mark.parametrize("kind", [*thorough("falcon_h1"), "mamba", "qwen3_5_text"])
+@pytest.mark.parametrize("kind", [*thorough("falcon_h1", "qwen3_next"), "mamba", "qwen3_5_text"])
 def test_servers_keep_states_of_prompts_and_turns(kind):
     model = small_model(kind)
     serving = Serving(model, max_rows=2, lookup=False, skip=EIGHT, controller=Erratic(2))
@@ -100,6 +100,7 @@ def test_servers_keep_states_of_prompts_and_turns(kind):
     assert text([*turn, 5, 6, 7])[0] >= 30
 
 
+HYBRIDS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 OPENED = {
     "exit": {"skip": SkipConfig.early_exit(1)},
     "sublayers": {"skip": SkipConfig(attention=(0, 3), mlp=(1,))},
@@ -109,11 +110,12 @@ OPENED = {
 
 @pytest.mark.parametrize("execution", ["modules", "fused", "native"])
 @pytest.mark.parametrize("draft", OPENED)
+@pytest.mark.parametrize("kind", HYBRIDS)
 @pytest.mark.usefixtures("built")
-def test_opened_hybrids_draft_with_any_sublayers(execution, draft):
+def test_opened_hybrids_draft_with_any_sublayers(kind, execution, draft):
     """Natively in float32, which gives the same tokens here."""
     shape = {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2}
-    plain = small_model.__wrapped__("qwen3_5_text", head_dim=32, **shape)
+    plain = small_model.__wrapped__(kind, head_dim=32, **shape)
     ids, mask = ragged([4, 9, 30], seed=5)
     want = alone(plain, ids, mask)
     model = copy.deepcopy(plain).float() if execution == "native" else plain
@@ -123,7 +125,8 @@ def test_opened_hybrids_draft_with_any_sublayers(execution, draft):
     assert why in LayerSkipDecoding(execution=execution, lookup=False).explain(model)
     out = decoded(model, (ids, mask), **how, **OPENED[draft])
     assert new_tokens(out) == want
-    assert out.stats.num_accepted_tokens < out.stats.num_draft_tokens
+    drafted, accepted = out.stats.num_draft_tokens, out.stats.num_accepted_tokens
+    assert 0 < accepted < drafted or draft == "half in 8 bits"
 
 
 def test_what_would_replay_recurrent_states_is_refused():

@@ -32,8 +32,8 @@ from layerskip.weights.rounded import linears
 
 _QUICK = ("cohere2", "deepseek_v3", "gemma3n_text", "gpt_oss", "llama4_text", "phi")
 _SLOW = """
-    bloom codegen cohere falcon glm4_moe gpt2 gpt_neo gpt_neox gptj granitemoe mpt nemotron olmo
-    olmoe opt persimmon phimoe qwen2_moe stablelm starcoder2
+    bloom codegen cohere falcon gpt2 gpt_neo gpt_neox gptj mpt nemotron olmo opt persimmon phimoe
+    stablelm starcoder2
 """
 FAMILIES = [*_QUICK, *slow(*_SLOW.split())]
 _RECURRENT = ("falcon_h1", "lfm2", "mamba", "qwen3_5_text", "qwen3_next")
@@ -273,3 +273,9 @@ def test_refused_models_raise_and_others_are_opened_or_whole():
     assert isinstance(sublayers_of(tiny_model("llama")), Sublayers)
     assert support(small_model("phi")) == support(small_model("phi").config)
     assert support(small_model("phi")) == ("whole", "the sublayers of 'phi' are not known")
+
+
+def test_groups_of_experts_and_clipped_attentions_are_not_opened():
+    for kind, more in (("glm4_moe", {"n_group": 2}), ("olmoe", {"clip_qkv": 8.0})):
+        assert support(AutoConfig.for_model(kind))[0] == "opened"
+        assert support(AutoConfig.for_model(kind, **more))[0] == "whole"

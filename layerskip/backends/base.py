@@ -242,27 +242,33 @@ class LayerBackend(Backend):
     @abstractmethod
     def activation_of(self, module: Any) -> Function: ...
 
-    def mlp_block(self, part: LayerParts, run: Function, mixed: Function | None) -> Block:
+    def mlp_block(
+        self, part: LayerParts, run: Function, mixed: Function | None = None, gate: Any = None
+    ) -> Block:
         """Make the MLP sublayer of a layer, with its tail.
 
         Args:
             run: the dense MLP, or the experts if they replace it.
             mixed: the experts in parallel with a dense MLP, or None.
+            gate: `Mixture.shared_gate`, for the output of that MLP.
         """
         before, add = self.norm_of(part.pre), residual_add(part, self.norm_of(part.post))
         mixture, tail = part.mixture, self.tail(part) if part.tail else None
         after_dense = None if mixture is None else self.norm_of(mixture.dense)
-        mixed = mixed if part.dense else None  # otherwise they are `run`
+        opened = None if gate is None else self.linear_of(gate)
         device = device_of(part.pre or part.post) if self.model.spread else None
 
         def block(hidden: Tensor, step: Step) -> Tensor:
             if device is not None:
                 hidden = hidden.to(device)
-            out = run(hidden if before is None else before(hidden))  # (B, T, H)
+            inputs = hidden if before is None else before(hidden)
+            out = run(inputs)  # (B, T, H)
+            if opened is not None:
+                out = torch.sigmoid(opened(inputs)) * out
             if after_dense is not None:
-                out = after_dense(out)
+                inputs, out = hidden, after_dense(out)
             if mixed is not None:
-                out = out + mixed(hidden)
+                out = out + mixed(inputs)
             hidden = add(hidden, out)  # (B, T, H)
             return hidden if tail is None else tail(hidden, step)
 

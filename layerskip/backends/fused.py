@@ -84,10 +84,12 @@ class Fused(LayerBackend):
         return attention(part, eager=self.model.eager, linear=self.linear(variant))
 
     def mlp(self, part: LayerParts, variant: Variant) -> Block:
-        mixed = self._mixed(part.mixture, variant)
-        run = gated(part, self.linear(variant)) if part.dense else mixed
-        assert run is not None
-        return self.mlp_block(part, run, mixed)
+        mixture, mixed = part.mixture, self._mixed(part.mixture, variant)
+        if part.dense is None:
+            assert mixed is not None
+            return self.mlp_block(part, mixed)
+        gate = None if mixture is None else mixture.shared_gate
+        return self.mlp_block(part, gated(part, self.linear(variant)), mixed, gate)
 
     def _mixed(self, mixture: Mixture | None, variant: Variant) -> Function | None:
         """A mixture of experts as a function of (..., H); None if no expert runs."""
@@ -284,7 +286,7 @@ def attention(part: LayerParts, *, eager: bool, linear: Linear) -> Attention:
 
 def gated(part: LayerParts, linear: Linear) -> Function:
     """The dense MLP of a layer, (..., H) to (..., H)."""
-    down = linear(part.mlp.down_proj.weight, part.mlp.down_proj.bias)
+    down = linear(part.dense.down_proj.weight, part.dense.down_proj.bias)
     expand = [linear(each.weight, each.bias) for each in part.expansions]
     activate = activation(part.activation)
     if not part.family.gated:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from layerskip.backends import base as backend
-from layerskip.backends.base import Block, LayerBackend, Step, Tables, Variant, rounded
+from layerskip.backends.base import EXACT, Block, LayerBackend, Step, Tables, Variant, rounded
 from layerskip.backends.norms import TableRotary
 from layerskip.cache.rows import RowCache
 from layerskip.families.architecture import Architecture, device_of
@@ -66,19 +66,20 @@ class Modules(LayerBackend):
         return TableRotary(tables)
 
     def mlp(self, part: LayerParts, variant: Variant) -> Block:
-        mlp = rounded(self, part.mlp, variant, f"layer {part.number} mlp")
-        mixed = self._mixed(part.mixture, variant)
-        return self.mlp_block(part, mlp if part.dense or mixed is None else mixed, mixed)
+        mixture, name = part.mixture, f"layer {part.number} mlp"
+        if mixture is None or (variant == EXACT and mixture.dense is None):
+            # the model's own MLP module contains its experts
+            return self.mlp_block(part, rounded(self, part.mlp, variant, name))
+        mixed = self._mixed(mixture, variant)
+        if part.dense is None:
+            assert mixed is not None
+            return self.mlp_block(part, mixed)
+        run = rounded(self, part.dense, variant, name)
+        return self.mlp_block(part, run, mixed, mixture.shared_gate)
 
-    def _mixed(self, mixture: Mixture | None, variant: Variant) -> Function | None:
-        """Experts in parallel with a dense MLP, or a draft's replacement for experts as the MLP.
-
-        None if no expert runs, or if the model's own MLP module contains them.
-        """
-        bits, experts = variant.bits, variant.experts
-        if mixture is None or (bits is None and experts is None and not mixture.parallel):
-            return None
-        top, weights = mixture.taken(experts), mixture.weights
+    def _mixed(self, mixture: Mixture, variant: Variant) -> Function | None:
+        """Experts beside a dense MLP, or as a draft runs them; None if no expert runs."""
+        bits, top, weights = variant.bits, mixture.taken(variant.experts), mixture.weights
         if not top:
             return None
         router = mixture.router if top == mixture.top else smaller_router(mixture.router, top)

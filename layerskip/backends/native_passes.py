@@ -51,9 +51,10 @@ def refusal(model: Architecture) -> str | None:
     """Why a model that the fused path supports has no native passes, or None."""
     if model.device.type != "cpu":
         return f"native passes need a CPU; the model is on {model.device.type}"
-    modules = [each for part in model.parts for _, each in part.modules] + [model.unembedding]
+    modules = [model.unembedding]
     modules += [model.decoder.per_layer_model_projection] if model.inputs_width else []
-    weights = [w for m in modules for w in (*m.parameters(False), *m.buffers(False))]
+    weights = [weight for part in model.parts for weight in part.weights]
+    weights += [weight for module in modules for weight in module.parameters()]
     dtypes = {model.dtype, *(weight.dtype for weight in weights)}
     if len(dtypes) > 1 or not dtypes <= {*_DTYPES}:
         return f"native passes need float32 or bfloat16, not {sorted(map(str, dtypes))}"
@@ -154,12 +155,14 @@ class Native(Fused):
         if variant.bits is not None and not _in_blocks(part):
             return fused
         mixture, dense, matrix = part.mixture, part.dense, self._matrix(variant)
+        gate = None if mixture is None else mixture.shared_gate
         number = self.plan.add(
             "mlp",
             before=self._norm(part.pre),
             after=self._norm(part.post),
             inputs=[*map(matrix, part.expansions)] if dense else [],
-            output=matrix(part.mlp.down_proj) if dense else None,
+            output=matrix(dense.down_proj) if dense else None,
+            gate=None if gate is None else self._exact(gate),
             act=self._activation(part.activation if dense else None),
             gated=part.family.gated,
             times=part.residual,
@@ -291,6 +294,10 @@ class Native(Fused):
             scale=mixture.scale,
             number=mixture.number,
             factors=mixture.factors,
+            factor=mixture.factor,
+            sigmoid=mixture.sigmoid,
+            bias=None if mixture.bias is None else mixture.bias.float(),
+            wide=mixture.wide,
             whole=mixture.normalised,
             cast=mixture.cast,
             expand=expand,

@@ -44,8 +44,14 @@ class Mixture:
         normalised: whether the weights of a token's experts are scaled to sum to one.
         factors: a factor for each expert's weight, (E,).
         cast: whether the weights are rounded to the dtype of the hidden states.
-        before, after: norms around the experts, if they run parallel to a dense MLP (Gemma 4).
-        dense: the norm after that MLP.
+        sigmoid: whether scores are sigmoids of the router's outputs, rather than their softmax.
+        bias: added to the scores for the choice only, (E,).
+        factor: multiplies the weights of a token's experts.
+        wide: whether the router computes in float32, whatever the model's dtype.
+        shared: a dense MLP that runs beside the experts for every token, or None.
+        shared_gate: the linear layer of one output whose sigmoid multiplies that MLP's output.
+        before, after: norms around the experts, if they read the input of the MLP's norm (Gemma 4).
+        dense: in this case, the norm after the dense MLP.
     """
 
     router: Any
@@ -58,6 +64,12 @@ class Mixture:
     normalised: bool = True
     factors: Tensor | None = None
     cast: bool = True
+    sigmoid: bool = False
+    bias: Tensor | None = None
+    factor: float = 1.0
+    wide: bool = False
+    shared: Any = None
+    shared_gate: Any = None
     before: Any = None
     after: Any = None
     dense: Any = None
@@ -65,7 +77,7 @@ class Mixture:
     @property
     def parallel(self) -> bool:
         """Whether the experts run in parallel with a dense MLP, instead of replacing it."""
-        return self.dense is not None
+        return self.shared is not None
 
     def taken(self, experts: int | None) -> int:
         """The number of experts per token in a draft that asks for `experts`; None: the model's.
@@ -120,15 +132,20 @@ def plain_router(mixture: Mixture, top: int, norm: Function | None) -> Route:
     """
     linear, softmax, topk = F.linear, F.softmax, torch.topk
     weight, scale, factors = mixture.weight, mixture.scale, mixture.factors
+    wide, sigmoid, bias = mixture.wide, mixture.sigmoid, mixture.bias
 
     def route(x: Tensor) -> tuple[None, Tensor, Tensor]:
         inputs = x if norm is None else norm(x)
         if scale is not None:
             inputs = inputs * scale * mixture.number
-        law = softmax(linear(inputs, weight), dim=-1, dtype=torch.float32)  # (N, E)
-        weights, chosen = topk(law, top)  # (N, K) both
+        raw = linear(inputs.float(), weight.float()) if wide else linear(inputs, weight)
+        law = raw.sigmoid() if sigmoid else softmax(raw, dim=-1, dtype=torch.float32)  # (N, E)
+        chosen = topk(law if bias is None else law + bias, top).indices  # (N, K)
+        weights = law.gather(-1, chosen)  # (N, K)
         if mixture.normalised:
             weights = weights / weights.sum(-1, keepdim=True)
+        if mixture.factor != 1:
+            weights = weights * mixture.factor
         if factors is not None:
             weights = weights * factors[chosen]
         return None, weights.to(x.dtype) if mixture.cast else weights, chosen

@@ -43,6 +43,7 @@ class Family:
             1.
         pairs: whether a rotation turns neighbouring numbers of a head, rather than a number of its
             first half with one of its second half.
+        mlp: the MLP module of a layer.
         expansions: the linear layers at the input of the MLP.
         gated: whether the first of them, activated, multiplies the second; otherwise there is one.
         activation: the attribute of the MLP that holds its activation.
@@ -79,6 +80,7 @@ class Family:
     late_norms: bool = False
     query_factor: str = ""
     pairs: bool = False
+    mlp: str = "mlp"
     expansions: tuple[str, ...] = ("gate_proj", "up_proj")
     gated: bool = True
     activation: str = "act_fn"
@@ -222,6 +224,14 @@ class LayerParts:
         return [each for each in named if not own or each[0].partition(".")[0] != own]
 
     @property
+    def weights(self) -> list[Tensor]:
+        """Parameters and buffers of these modules, except those of a router in float32."""
+        mixture = self.mixture
+        wide = {*mixture.router.modules()} if mixture is not None and mixture.wide else {None}
+        modules = [module for _, module in self.modules if module not in wide]
+        return [each for m in modules for each in (*m.parameters(False), *m.buffers(False))]
+
+    @property
     def cross(self) -> list[Any]:
         """The cross attention and the norms before and after it, if the decoder has one."""
         if not self.family.encoder:
@@ -232,8 +242,8 @@ class LayerParts:
 
     @property
     def mlp(self) -> Any:
-        """The MLP module."""
-        return self.module.mlp
+        """The MLP module, which in most families contains the mixture."""
+        return part_named(self.module, self.family.mlp)
 
     @property
     def heads(self) -> tuple[int, int]:
@@ -279,12 +289,12 @@ class LayerParts:
     @property
     def expansions(self) -> list[Any]:
         """The linear layers at the input of a dense MLP."""
-        return [part_named(self.mlp, name) for name in self.family.expansions]
+        return [part_named(self.dense, name) for name in self.family.expansions]
 
     @property
     def activation(self) -> Any:
         """The activation of a dense MLP."""
-        return part_named(self.mlp, self.family.activation)
+        return part_named(self.dense, self.family.activation)
 
     @property
     def mixture(self) -> Mixture | None:
@@ -292,10 +302,10 @@ class LayerParts:
         return self.family.mixture(self.module)
 
     @property
-    def dense(self) -> bool:
-        """Whether it has a dense MLP, perhaps in parallel with a mixture."""
+    def dense(self) -> Any:
+        """Its dense MLP, perhaps in parallel with a mixture, or None."""
         mixture = self.mixture
-        return mixture is None or mixture.parallel
+        return self.mlp if mixture is None else mixture.shared
 
     @property
     def writes(self) -> bool:

@@ -5,6 +5,8 @@ To add a family, add it to `_FAMILIES`; nothing else names it.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,16 +17,45 @@ from layerskip.families.experts import Mixture
 from layerskip.families.family import AssistantFamily, Conditional, Family, part_named
 
 
-def _mixtral(layer: Any) -> Mixture:
-    gate = layer.mlp.gate
-    return Mixture(gate, layer.mlp.experts, gate.weight, gate.top_k, cast=False)
-
-
-def _qwen3_moe(layer: Any) -> Mixture | None:
+def _mixture(layer: Any, shared: str = "shared_expert", **more: Any) -> Mixture | None:
     gate = part_named(layer.mlp, "gate")
     if gate is None:  # this layer's MLP is dense
         return None
-    return Mixture(gate, layer.mlp.experts, gate.weight, gate.top_k, normalised=gate.norm_topk_prob)
+    return Mixture(
+        gate,
+        layer.mlp.experts,
+        gate.weight,
+        gate.top_k,
+        normalised=getattr(gate, "norm_topk_prob", True),
+        shared=part_named(layer.mlp, shared),
+        shared_gate=part_named(layer.mlp, "shared_expert_gate"),
+        **more,
+    )
+
+
+def _sigmoid(layer: Any) -> Mixture | None:
+    found = _mixture(layer, "shared_experts", sigmoid=True, wide=True, cast=False)
+    if found is None:
+        return None
+    bias, factor = found.router.e_score_correction_bias, found.router.routed_scaling_factor
+    return replace(found, bias=bias, factor=factor)
+
+
+def _ernie(layer: Any) -> Mixture | None:
+    found = _mixture(layer, "shared_experts", wide=True)
+    if found is None:
+        return None
+    return replace(found, bias=found.router.moe_statics.e_score_correction_bias[0])
+
+
+def _hunyuan(layer: Any) -> Mixture:
+    mlp = layer.mlp
+    return Mixture(mlp.gate, mlp.experts, mlp.gate.wg.weight, mlp.gate.top_k, shared=mlp.shared_mlp)
+
+
+def _granite(layer: Any) -> Mixture:
+    router = layer.block_sparse_moe.router
+    return Mixture(router, layer.block_sparse_moe.experts, router.weight, router.top_k)
 
 
 def _gemma4(layer: Any) -> Mixture | None:
@@ -41,6 +72,7 @@ def _gemma4(layer: Any) -> Mixture | None:
         number=router.scalar_root_size,
         factors=router.per_expert_scale,
         cast=False,
+        shared=layer.mlp,
         before=layer.pre_feedforward_layernorm_2,
         after=layer.post_feedforward_layernorm_2,
         dense=layer.post_feedforward_layernorm_1,
@@ -56,6 +88,11 @@ def _base_of_layer(attention: Any) -> float:
     return float(attention.config.layer_rope_theta[attention.layer_idx])
 
 
+def _in_windows(attention: Any) -> bool:
+    """Whether it rotates: layers with windows do, or all if none has one."""
+    return attention.sliding_window is None or attention.is_sliding
+
+
 def _granite_angles(decoder: Any, kind: str) -> Any:
     bases = (float(each.config.rope_parameters["rope_theta"]) for each in decoder.rotary_embs)
     made = dict(zip(map(str, bases), decoder.rotary_embs, strict=True))
@@ -65,6 +102,11 @@ def _granite_angles(decoder: Any, kind: str) -> Any:
 _MLP_NORMS = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
 _AROUND = ("input_layernorm", "post_attention_layernorm", *_MLP_NORMS)
 _AFTER = ("", "post_attention_layernorm", "", "post_feedforward_layernorm")
+_HUNYUAN: dict[str, Any] = {
+    "head_norms": ("query_layernorm", "key_layernorm", ""),
+    "late_norms": True,
+}
+_QWEN_HYBRID: dict[str, Any] = {"norm": "one plus", "gate": "q_proj", "recurrent": "linear_attn"}
 _IN_ONE: dict[str, Any] = {"expansions": ("gate_up_proj",), "activation": "activation_fn"}
 _UNGATED: dict[str, Any] = {"expansions": ("up_proj",), "gated": False}
 _GRANITE: dict[str, Any] = {
@@ -108,7 +150,7 @@ _FAMILIES = (
         positions=True,
         modules_only="queries are scaled by their positions",
     ),
-    Family("mixtral", windows="all", mixture=_mixtral),
+    Family("mixtral", windows="all", mixture=partial(_mixture, cast=False)),
     # Norms after the sublayers, and over all heads of queries and of keys.
     Family("olmo2", norms=_AFTER, norm="wide"),
     Family("olmo3", norms=_AFTER, norm="wide", windows="by type"),
@@ -116,11 +158,30 @@ _FAMILIES = (
     Family("phi3", windows="all", projections=("qkv_proj",), **_IN_ONE),
     Family("qwen2", windows="by type"),
     Family("qwen3", windows="by type"),
+    Family("qwen2_moe", windows="by type", mixture=_mixture),
+    Family("qwen3_moe", windows="all", mixture=_mixture),
     # Three of four layers have a recurrent state, which the library computes.
+    Family("qwen3_5_text", package="qwen3_5", **_QWEN_HYBRID),
+    Family("qwen3_5_moe_text", package="qwen3_5_moe", mixture=_mixture, **_QWEN_HYBRID),
+    Family("qwen3_next", mixture=_mixture, **_QWEN_HYBRID),
+    Family("olmoe", mixture=_mixture),
+    Family("flex_olmo", norms=_AFTER, norm="wide", mixture=_mixture),
+    Family("mellum", windows="by type", mixture=_mixture),
     Family(
-        "qwen3_5_text", package="qwen3_5", norm="one plus", gate="q_proj", recurrent="linear_attn"
+        "granitemoe",
+        mlp="block_sparse_moe",
+        mixture=_granite,
+        divisor="logits_scaling",
+        **_GRANITE,
     ),
-    Family("qwen3_moe", windows="all", mixture=_qwen3_moe),
+    # Routers with sigmoids, and an expert for all tokens.
+    Family("glm4_moe", mixture=_sigmoid),
+    Family("sarvam_moe", package="glm4_moe", mixture=_sigmoid),
+    Family("dots1", windows="by type", mixture=_sigmoid),
+    Family("exaone_moe", windows="by type", rotates=_in_windows, mixture=_sigmoid),
+    Family("solar_open", mixture=_sigmoid),
+    Family("ernie4_5_moe", pairs=True, mixture=_ernie),
+    Family("hunyuan_v1_moe", mixture=_hunyuan, **_HUNYUAN),
     # Some layers do not rotate queries and keys by their positions.
     Family("smollm3", windows="by type", rotates=lambda attention: bool(attention.use_rope)),
     # A gate on what attention reads, norms without weights of its queries and keys, no rotation in
@@ -167,16 +228,8 @@ _FAMILIES = (
     # MLPs without a gate.
     Family("arcee", **_UNGATED),
     Family("apertus", norms=("attention_layernorm", "", "feedforward_layernorm", ""), **_UNGATED),
-    Family(
-        "hunyuan_v1_dense", head_norms=("query_layernorm", "key_layernorm", ""), late_norms=True
-    ),
-    # Rotations in layers with windows, or in all if none has one.
-    Family(
-        "exaone4",
-        norms=_AFTER,
-        windows="by type",
-        rotates=lambda attention: attention.sliding_window is None or attention.is_sliding,
-    ),
+    Family("hunyuan_v1_dense", **_HUNYUAN),
+    Family("exaone4", norms=_AFTER, windows="by type", rotates=_in_windows),
     Family(
         "hyperclovax",
         norms=("input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2"),
@@ -233,6 +286,8 @@ def unopened(config: Any) -> str | None:
             f"the sublayers of architecture {kind!r} are not known; known are those of the causal "
             f"language models {', '.join(decoders)}, and of {', '.join(CONDITIONAL)} around them"
         )
+    if getattr(text, "clip_qkv", None) is not None or getattr(text, "n_group", 1) != 1:
+        return f"{kind!r} is not supported with clip_qkv, or with groups of experts (n_group)"
     if two_way(text):
         return "bidirectional attention is not supported; decoders only"
     return None

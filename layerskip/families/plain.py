@@ -36,9 +36,8 @@ def refusal(model: Architecture) -> str | None:
     norm = model.decoder.norm.weight
     if torch.is_autocast_enabled(norm.device.type):
         return "autocast is on, whose rules follow the library's own calls"
-    modules = [module for part in model.parts for _, module in part.modules]
-    parameters = [p for each in modules for p in each.parameters(recurse=False)]
-    places = {(p.device, p.dtype) for p in [*parameters, norm]}
+    weights = [weight for part in model.parts for weight in part.weights]
+    places = {(weight.device, weight.dtype) for weight in [*weights, norm]}
     if len(places) > 1 or model.spread:
         return f"weights lie on several devices or in several dtypes: {sorted(map(str, places))}"
     if norm.dtype not in _DTYPES:

@@ -21,10 +21,12 @@ DRAFTS = {
 """By level, what may draft there."""
 _GROUPS = {
     "opened": """
-        apertus arcee cwm ernie4_5 exaone exaone4 gemma gemma2 gemma3_text gemma4_text
-        gemma4_unified_text glm glm4 granite granite_swa helium hunyuan_v1_dense hyperclovax
-        internlm3 iquestcoder llama ministral ministral3 mistral mixtral olmo2 olmo3 phi3 qwen2
-        qwen3 qwen3_5_text qwen3_moe seed_oss smollm3 vaultgemma
+        apertus arcee cwm dots1 ernie4_5 ernie4_5_moe exaone exaone4 exaone_moe flex_olmo gemma
+        gemma2 gemma3_text gemma4_text gemma4_unified_text glm glm4 glm4_moe granite granite_swa
+        granitemoe helium hunyuan_v1_dense hunyuan_v1_moe hyperclovax internlm3 iquestcoder llama
+        mellum ministral ministral3 mistral mixtral olmo2 olmo3 olmoe phi3 qwen2 qwen2_moe qwen3
+        qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next sarvam_moe seed_oss smollm3 solar_open
+        vaultgemma
     """,
     "opened, with pictures": """
         gemma3 gemma4 gemma4_unified llava llava_next mistral3 muse_glimmer
@@ -34,16 +36,14 @@ _GROUPS = {
     """,
     "whole": """
         afmoe apertus1p5_text aria_text axk1 bamba beam biogpt bitnet bloom codegen cohere cohere2
-        cohere2_moe cohere_compass_text ctrl dbrx deepseek_v2 deepseek_v3 diffllama doge dory dots1
-        emu3 ernie4_5_moe exaone_moe falcon falcon_h1 falcon_mamba flex_olmo flint fuyu gemma3n
-        gemma3n_text git glm4_moe glm4_moe_lite got_ocr2 gpt-sw3 gpt2 gpt_bigcode gpt_neo gpt_neox
-        gpt_neox_japanese gpt_oss gptj granitemoe granitemoe_swa granitemoehybrid granitemoeshared
-        hrm_text hunyuan_v1_moe hy_v3 jais2 jamba jetmoe kolibri1 laguna lfm2 lfm2_moe lfm3 llama4
-        llama4_text longcat_flash mamba mamba2 mellum mimo_v2_flash minicpm3 minimax_m2
-        minimax_m3_vl_text mllama modernbert-decoder moss_transcribe_diarize mpt nanochat nemotron
-        nemotron_h olmo olmo_hybrid olmoe opt persimmon phi phi4_multimodal phimoe qwen2_moe qwen3_5
-        qwen3_5_moe qwen3_5_moe_text qwen3_next sarvam_mla sarvam_moe solar_open stablelm starcoder2
-        xglm youtu
+        cohere2_moe cohere_compass_text ctrl dbrx deepseek_v2 deepseek_v3 diffllama doge dory emu3
+        falcon falcon_h1 falcon_mamba flint fuyu gemma3n gemma3n_text git glm4_moe_lite got_ocr2
+        gpt-sw3 gpt2 gpt_bigcode gpt_neo gpt_neox gpt_neox_japanese gpt_oss gptj granitemoe_swa
+        granitemoehybrid granitemoeshared hrm_text hy_v3 jais2 jamba jetmoe kolibri1 laguna lfm2
+        lfm2_moe lfm3 llama4 llama4_text longcat_flash mamba mamba2 mimo_v2_flash minicpm3
+        minimax_m2 minimax_m3_vl_text mllama modernbert-decoder moss_transcribe_diarize mpt nanochat
+        nemotron nemotron_h olmo olmo_hybrid opt persimmon phi phi4_multimodal phimoe qwen3_5
+        qwen3_5_moe sarvam_mla stablelm starcoder2 xglm youtu
     """,
     "whole, with an encoder": """
         bart bigbird_pegasus blenderbot blenderbot-small led longt5 m2m_100 marian mbart mt5 mvp

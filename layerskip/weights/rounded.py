@@ -339,7 +339,7 @@ def linears(module: nn.Module) -> Iterator[nn.Linear]:
         base = name.endswith("base_layer")
         if any(name.startswith(f"{path}.") for path in adapted) and not base:
             continue
-        if name.endswith(("gate", "router")) or type(each) is not nn.Linear:
+        if name.endswith(("gate", "gate.wg", "router")) or type(each) is not nn.Linear:
             continue
         weight = each.weight
         plain = type(weight) is nn.Parameter and type(weight.data) is Tensor

@@ -79,6 +79,7 @@ struct Arguments {
                     outputs % 32 == 0,
                 "gate and up have whole panels of rows");
         if (each->output) check_matrix<S>(*each->output, width_, each->inner());
+        if (each->gate) check_matrix<S>(*each->gate, 1, width_);
         check_activation<S>(each->act);
       }
       if (each->tail) check_tail<S>(*each->tail);
@@ -89,7 +90,7 @@ struct Arguments {
   template <typename S>
   static bool same_layout(const Matrix& a, const Matrix& b) {
     const auto packed = [](const Matrix& m) { return m.layout ? m.layout->format->inputs : -1; };
-    return packed(a) == packed(b) && a.halved<S>() == b.halved<S>() &&
+    return packed(a) == packed(b) && a.halved<S>() == b.halved<S>() && a.wide == b.wide &&
            numbers<int32_t>(a.order) == numbers<int32_t>(b.order);
   }
 
@@ -102,6 +103,8 @@ struct Arguments {
   static void check_matrix(const Matrix& matrix, int64_t outputs, int64_t inputs) {
     if (matrix.halved<S>())
       ::check<BFloat16>(matrix.weight, {outputs, inputs}, "a weight");
+    else if (matrix.wide)
+      ::check<float>(matrix.weight, {outputs, inputs}, "a weight");
     else if (matrix.plain())
       ::check<S>(matrix.weight, {outputs, inputs}, "a weight");
     else
@@ -128,6 +131,7 @@ struct Arguments {
     check_matrix<S>(mixture.router, count, width_);
     if (mixture.scale) ::check<S>(*mixture.scale, {width_}, "a router's scale");
     if (mixture.factors) ::check<S>(*mixture.factors, {count}, "the factors of experts");
+    if (mixture.bias) ::check<float>(*mixture.bias, {count}, "the bias of experts");
     check_experts<S>(mixture.expand, count, 2 * inner, width_);
     check_experts<S>(mixture.shrink, count, width_, inner);
     for (const auto& norm : {mixture.norm, mixture.before, mixture.after, mixture.dense})

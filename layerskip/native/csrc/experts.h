@@ -23,23 +23,30 @@ void Pass<S>::choose(Worker& me, const Mixture& mixture, const float* x) {
   take(me, x);
   multiply(me, first_, count);
   me.meet();
-  std::vector<float> law(count);
+  std::vector<float> law(count), rank(count);
   const S* factors = numbers<S>(mixture.factors);
+  const float *bias = numbers<float>(mixture.bias), factor = static_cast<float>(mixture.factor);
   for (int64_t t = me.number; t < tokens_; t += me.of) {
     const float* scores = first_ + t * count;
-    const float most = *std::max_element(scores, scores + count);
-    float total = 0;
-    for (int64_t e = 0; e < count; ++e) total += law[e] = std::exp(scores[e] - most);
-    for (float& each : law) each /= total;
+    if (mixture.sigmoid) {
+      map(count, law.data(), [](Vec x) { return sigmoid(x); }, scores);
+    } else {
+      const float most = *std::max_element(scores, scores + count);
+      float total = 0;
+      for (int64_t e = 0; e < count; ++e) total += law[e] = std::exp(scores[e] - most);
+      for (float& each : law) each /= total;
+    }
+    for (int64_t e = 0; e < count; ++e) rank[e] = law[e] + (bias ? bias[e] : 0.0f);
     float taken = 0;
     for (int64_t k = 0; k < top; ++k) {
-      const int64_t best = std::max_element(law.begin(), law.end()) - law.begin();
+      const int64_t best = std::max_element(rank.begin(), rank.end()) - rank.begin();
       chosen_[t * top + k] = best;
       taken += weights_[t * top + k] = law[best];
-      law[best] = -1.0f;  // below all remaining scores
+      rank[best] = -INFINITY;  // below all remaining scores
     }
     for (int64_t i = t * top; i < (t + 1) * top; ++i) {
       if (mixture.whole) weights_[i] /= taken;
+      weights_[i] *= factor;
       if (factors) weights_[i] *= static_cast<float>(factors[chosen_[i]]);
       if (mixture.cast) weights_[i] = rounded<S>(weights_[i]);
     }
@@ -119,18 +126,22 @@ void Pass<S>::mix(Worker& me, const Sublayer& layer, const float* x) {
       }
       for (int64_t i = 0; i < width_; ++i) out[i] = rounded<S>(out[i]);
     }
-    me.meet();  // until all threads have read what the next sublayer overwrites
     if (mixture.after) norm_all(me, *mixture.after, me.normed, me.normed);
   }
-  if (mixture.dense) {
+  if (layer.output) {
     me.row.resize(width_);
     for (int64_t t = me.tokens.first; t < me.tokens.last; ++t) {
-      float* out = me.normed + t * width_;
-      normalise<S>(*mixture.dense, result_ + t * width_, width_, me.row.data());
-      for (int64_t i = 0; i < width_; ++i)
-        out[i] = top ? rounded<S>(me.row[i] + out[i]) : me.row[i];
+      float *out = me.normed + t * width_, *row = me.row.data();
+      const float* beside = result_ + t * width_;
+      const Vec by = layer.gate ? rounded<S>(sigmoid(Vec(gates_[t]))) : Vec(1.0f);
+      if (mixture.dense)
+        normalise<S>(*mixture.dense, beside, width_, row);
+      else
+        map(width_, row, [&](Vec x) { return rounded<S>(x * by); }, beside);
+      for (int64_t i = 0; i < width_; ++i) out[i] = top ? rounded<S>(row[i] + out[i]) : row[i];
     }
   }
+  me.meet();  // until all threads have read what the next sublayer overwrites
   add_result(me, me.normed, layer.after, layer.times);
 }
 

@@ -26,12 +26,14 @@ struct Matrix {
   int64_t packed_rows = 0, packed_columns = 0;  // of a stored or rounded weight
   std::optional<panels::Layout> layout{};  // of a stored weight
   std::optional<Tensor> order{};           // (columns,) int32: which input each column multiplies
+  // A plain weight whose products are not rounded to the model's dtype; it may be float32 itself.
+  bool wide = false;
 
   bool plain() const { return !layout; }
-  // Whether a plain weight of a float32 model has bfloat16 numbers.
+  // Whether a plain weight has bfloat16 numbers, and its inputs and products are in float32.
   template <typename S>
   bool halved() const {
-    return std::is_same_v<S, float> && plain() && weight.scalar_type() == at::kBFloat16;
+    return (std::is_same_v<S, float> || wide) && plain() && weight.scalar_type() == at::kBFloat16;
   }
   // Of a weight with several experts, the rows of all.
   int64_t rows() const { return plain() ? weight.numel() / weight.size(-1) : packed_rows; }

@@ -126,8 +126,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   }));
   py::class_<Mixture>(module, "Mixture").def(py::init([](const py::kwargs& given) {
     Mixture mixture;
-    Fields{given}("router", mixture.router)("norm", mixture.norm)("scale", mixture.scale)(
-        "number", mixture.number)("factors", mixture.factors)("whole", mixture.whole)(
+    Fields{given}("router", mixture.router)("wide", mixture.router.wide)("norm", mixture.norm)(
+        "scale", mixture.scale)("number", mixture.number)("factors", mixture.factors)(
+        "factor", mixture.factor)("sigmoid", mixture.sigmoid)("bias", mixture.bias)(
+        "whole", mixture.whole)(
         "cast", mixture.cast)("expand", mixture.expand)("shrink", mixture.shrink)(
         "before", mixture.before)("after", mixture.after)("dense", mixture.dense)(
         "top", mixture.top)("act", mixture.act).check();

@@ -88,7 +88,7 @@ class Pass : Arguments {
   Tensor run() {
     const int threads = team();
     divided_ = threads > 1 && tokens_ >= DIVIDED;
-    chosen_.resize(tokens_ * top_), weights_.resize(tokens_ * top_);
+    chosen_.resize(tokens_ * top_), weights_.resize(tokens_ * top_), gates_.resize(tokens_);
     int64_t parts = 0, attending = 0;
     for (const Sublayer* each : sublayers_)
       if (each->kind == Kind::attention) {
@@ -222,6 +222,8 @@ class Pass : Arguments {
                                   numbers<int32_t>(matrix.order));
     } else if (matrix.halved<S>()) {
       pack_inputs<BFloat16, float>(x, matrix.columns(), tokens, me.packed, own.first, own.last);
+    } else if (matrix.wide) {
+      pack_inputs<float>(x, matrix.columns(), tokens, me.packed, own.first, own.last);
     } else {
       pack_inputs<S>(x, matrix.columns(), tokens, me.packed, own.first, own.last);
     }
@@ -265,14 +267,16 @@ class Pass : Arguments {
     if (matrix.layout)
       return stored_product<S>(matrix, piece.first, mine, weight, me.packed, tokens, then, out,
                                stride);
-    const auto plain = [&](auto number) {
+    const auto plain = [&](auto number, const auto* bias) {
       using N = decltype(number);
       product(reinterpret_cast<const N*>(weight) - mine.first * columns, bias, mine.first,
               mine.last, columns, me.packed, tokens, out, stride,
               reinterpret_cast<const N*>(then));
     };
-    if (matrix.halved<S>()) return plain(BFloat16());
-    plain(S());
+    const float* none = nullptr;  // products with a bias in float32 are not rounded
+    if (matrix.wide) return matrix.halved<S>() ? plain(BFloat16(), none) : plain(float(), none);
+    if (matrix.halved<S>()) return plain(BFloat16(), bias);
+    plain(S(), bias);
   }
 
   void work(Worker& me) {
@@ -407,12 +411,13 @@ class Pass : Arguments {
     }
   }
 
-  void expand(Worker& me, const Sublayer& layer, const float* x) const {
+  void expand(Worker& me, const Sublayer& layer, const float* x) {
     const int64_t inner = layer.output->columns();
     const Range mine = me.share(inner);
     take(me, x);
     multiply(me, first_, inner);
     if (layer.gated) multiply(me, second_, inner);
+    if (layer.gate) multiply(me, gates_.data(), 1);
     for (int64_t t = 0; t < tokens_; ++t) {
       const int64_t at = t * inner + mine.first;
       activate<S>(layer.act, first_ + at, layer.gated ? second_ + at : nullptr,
@@ -508,6 +513,7 @@ class Pass : Arguments {
   int64_t top_ = 0;               // the most experts per token
   std::vector<int64_t> chosen_;   // (n, top) experts
   std::vector<float> weights_;    // (n, top)
+  std::vector<float> gates_;      // (n,) of the MLP beside a mixture
   int64_t wide_ = 0, deep_ = 0;  // the most outputs and inputs of any product except the head's
   float* parts_ = nullptr;        // of attention
   float *first_ = nullptr, *second_ = nullptr;  // (n, outputs) each

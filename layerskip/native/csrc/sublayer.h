@@ -53,7 +53,10 @@ struct Mixture {
   std::optional<Tensor> scale;   // (H,) multiplies the normed states, and
   double number = 1;             // so does this
   std::optional<Tensor> factors; // (E,) multiply the weights of the experts
+  double factor = 1;             // multiplies them, too
   bool whole = true;             // before that, scale a token's weights to add up to 1
+  bool sigmoid = false;          // scores are sigmoids, not a softmax, and
+  std::optional<Tensor> bias;    // (E,) float32 is added to them for the choice only
   bool cast = false;             // weights are rounded to the model's dtype
   Matrix expand, shrink;         // (E, 2 I, H) and (E, H, I)
   std::optional<Norm> before, after, dense;  // around the experts, and after the dense MLP
@@ -71,7 +74,8 @@ struct Sublayer {
   std::optional<Norm> before, after, q_norm, k_norm, v_norm;
   std::vector<Matrix> inputs;  // q, k, v or one of all; gate, up or one of both; else one
   std::optional<Matrix> output;
-  std::optional<Matrix> gate;  // whose sigmoid multiplies what an attention has read
+  // whose sigmoid multiplies what an attention has read, or the MLP beside a mixture, (1, H)
+  std::optional<Matrix> gate;
   std::optional<Tensor> sinks; // (N,) the score of a slot without a value, for each head
   std::optional<Tail> tail;
   std::optional<Mixture> mixture;
