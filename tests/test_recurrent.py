@@ -129,6 +129,11 @@ def test_opened_hybrids_draft_with_any_sublayers(kind, execution, draft):
     assert 0 < accepted < drafted or draft == "half in 8 bits"
 
 
+def test_narrow_heads_with_gates_have_no_native_passes():
+    model = copy.deepcopy(small_model("qwen3_5_text")).float()
+    assert sublayers_of(model).execution == "fused"
+
+
 def test_what_would_replay_recurrent_states_is_refused():
     with pytest.raises(ValueError, match="models with recurrent layers are not supported here"):
         opened_of(small_model("qwen3_5_text"))

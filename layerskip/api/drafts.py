@@ -119,7 +119,8 @@ def head_bits(model: OpenedModel, head: PublishedHead, memory: int | None) -> in
 
 def _head(model: OpenedModel, memory: int | None, by_memory: bool) -> mtp_head.Head | str | None:
     """The checkpoint's own head, or why it cannot draft; None: there is none, or no memory."""
-    if (model.parts and not model.recurrent) or model.encoder or memory == 0:
+    unread = model.parts and model.config.model_type not in mtp_head.LAYOUTS
+    if unread or model.encoder or memory == 0:
         return None
     found = mtp_head.find(model)
     if not isinstance(found, mtp_head.Found):

@@ -61,6 +61,8 @@ def refusal(model: Architecture) -> str | None:
     if not all(weight.is_contiguous() for weight in weights):
         return "a weight is not contiguous"
     for part in model.parts:
+        if part.joined and part.heads[1] % 32:
+            return "heads with gates need a width that is a multiple of 32"
         mixture = part.mixture
         acting = [part.module.act_fn] if part.tail and model.inputs_width else []
         acting += [part.activation] if part.dense else []
