@@ -26,18 +26,7 @@ from agreement import BOUNDS, DIFFERING, assert_agree, pairs
 from covering import covering
 from filelock import FileLock
 from marks import thorough
-from models import (
-    EVERY,
-    FAMILIES,
-    MIXTURES,
-    OTHERS,
-    SKIPS,
-    WINDOW,
-    lively_model,
-    prompt,
-    ragged,
-    tiny_model,
-)
+from models import EVERY, FAMILIES, OTHERS, SKIPS, WINDOW, lively_model, prompt, ragged, tiny_model
 from ties import partings
 from torch.utils import cpp_extension
 from transformers import TopPLogitsWarper
@@ -59,6 +48,7 @@ from layerskip.weights.rounded import TrimmedHead
 DTYPES = (torch.float32, torch.bfloat16)
 SERVED = [family for family in EVERY if family not in models.MODULES_ONLY]
 PATHS = list(product(("default", "eager"), DTYPES))
+MIXTURES = models.MIXTURES
 # wired unlike the others
 COUSINS = ("gemma4", "gemma4_mixture", "olmo3", "smollm3", "granite", "mixtral", *models.NEWER)
 MAPS = Path("/proc/self/maps")
