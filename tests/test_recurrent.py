@@ -125,8 +125,8 @@ def test_opened_hybrids_draft_with_any_sublayers(kind, execution, draft):
     assert why in LayerSkipDecoding(execution=execution, lookup=False).explain(model)
     out = decoded(model, (ids, mask), **how, **OPENED[draft])
     assert new_tokens(out) == want
-    drafted, accepted = out.stats.num_draft_tokens, out.stats.num_accepted_tokens
-    assert 0 < accepted < drafted or draft == "half in 8 bits"
+    assert out.stats.num_draft_tokens > 0
+    assert out.stats.acceptance_rate < 1 or draft == "half in 8 bits"
 
 
 def test_narrow_heads_with_gates_have_no_native_passes():

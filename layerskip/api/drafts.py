@@ -119,8 +119,8 @@ def head_bits(model: OpenedModel, head: PublishedHead, memory: int | None) -> in
 
 def _head(model: OpenedModel, memory: int | None, by_memory: bool) -> mtp_head.Head | str | None:
     """The checkpoint's own head, or why it cannot draft; None: there is none, or no memory."""
-    unread = model.parts and model.config.model_type not in mtp_head.LAYOUTS
-    if unread or model.encoder or memory == 0:
+    without = model.parts and not (model.recurrent or model.mixtures)
+    if without or model.encoder or memory == 0:
         return None
     found = mtp_head.find(model)
     if not isinstance(found, mtp_head.Found):
