@@ -49,8 +49,10 @@ def _ernie(layer: Any) -> Mixture | None:
 
 
 def _hunyuan(layer: Any) -> Mixture:
-    mlp = layer.mlp
-    return Mixture(mlp.gate, mlp.experts, mlp.gate.wg.weight, mlp.gate.top_k, shared=mlp.shared_mlp)
+    mlp, weight = layer.mlp, layer.mlp.gate.wg.weight
+    wide = weight.dtype == torch.float32  # as the library loads it, whatever the other weights are
+    how = {"shared": mlp.shared_mlp, "wide": wide, "cast": not wide}
+    return Mixture(mlp.gate, mlp.experts, weight, mlp.gate.top_k, **how)
 
 
 def _granite(layer: Any) -> Mixture:
