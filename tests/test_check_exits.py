@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import save_checkpoint
-from commands import document, refused, run, warned
+from commands import PROMPT, document, refused, run, warned
 from cost_records import cost_record
 from models import lively_model, prompt, tiny_model
 from small import small_model
@@ -140,6 +140,28 @@ def test_models_without_exits_are_refused(tmp_path):
     assert "no early exit of it can be read" in refused("check", whole, "--exits")
     line = refused("check", one, "--exits", "--output", one / "config.json")
     assert "is a file; give a folder" in line
+
+
+def test_where_exits_are_suggested(tmp_path):
+    """By name, where no exit drafts yet."""
+    model, words = (
+        lively_model("llama", dtype=torch.float32),
+        "trained to exit early? layerskip check",
+    )
+    for name, execution, skip, told in (
+        ("facebook/layerskip-tiny", "auto", None, True),
+        ("facebook/layerskip-tiny", "auto", SkipConfig.early_exit(2), False),
+        ("layerskip/tiny", "auto", None, False),
+        ("tiny", "modules", None, False),
+    ):
+        model.name_or_path = name
+        explained = LayerSkipDecoding(skip, execution=execution).explain(model)
+        assert (f"{words} {name} --exits" in explained) is told
+    assert words not in LayerSkipDecoding().explain(small_model("gpt2"))
+    for name in ("layerskip-tiny", "tiny"):
+        flags = ("generate", save_checkpoint(tmp_path / name, model), "--prompt", PROMPT, "-n", 2)
+        assert (words in run(*flags).stderr) is (name != "tiny")
+        assert words not in run(*flags, "--exit-layer", 2).stderr
 
 
 def test_the_page_of_checkpoints_holds_what_its_program_prints(capsys):

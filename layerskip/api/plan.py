@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from inspect import signature
+from pathlib import PurePath
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -108,6 +109,19 @@ class Plan:
         words = [f"no drafts by {what}: {why}" for what, why in self.reasons.items()]
         return words if self.exits is None else [*words, f"its own exits: {self.exits.words}"]
 
+    @property
+    def hint(self) -> str:
+        """What finds the best exit, if the name says that the model was trained to exit early.
+
+        The published LayerSkip checkpoints have such names; configurations do not say it.
+        """
+        model, name = self.model, getattr(self.model.model, "name_or_path", "")
+        named = "layerskip" in PurePath(name).name.lower() and has_exits(model)
+        drafting = any(skip.skipped(model.num_layers) for skip in self.skips)
+        if drafting or not (named and self.settings.enabled):
+            return ""
+        return f"trained to exit early? layerskip check {name} --exits"
+
     def explain(self) -> str:
         """List what drafts, and why nothing better does; one item per line."""
         model, settings = self.model, self.settings
@@ -128,7 +142,7 @@ class Plan:
                 f"texts equal those of plain decoding up to near-ties: {why}, and libraries sum in "
                 "another order when a batch has other sizes"
             )
-        return "\n".join(lines)
+        return "\n".join([*lines, *filter(None, [self.hint])])
 
     def _price(self, source: Source) -> str:
         """What drafting costs by the bytes that it reads, in words; empty for step-free sources."""

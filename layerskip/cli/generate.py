@@ -109,6 +109,8 @@ def generate(
             }
             talk.say(_summary(result))
             results.append({"id": each.id, **result} if len(chosen) > 1 else result)
+    if opened.plan.hint:
+        talk.say(opened.plan.hint)
     total = time.perf_counter() - began
     talk.say(
         f"{total:.1f} s in all, "
