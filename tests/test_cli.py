@@ -861,8 +861,10 @@ def test_nan_logits_stop(tmp_path):
 def test_closed_streams_are_no_streams(monkeypatch):
     """A shell closes them with `>&-`; Python then has none, and would print errors elsewhere."""
     monkeypatch.setattr(sys, "stderr", None)
-    monkeypatch.setattr(cli, "app", lambda **_: sys.stderr.write("an error"))
-    cli.main()
+    monkeypatch.setattr("atexit.register", lambda _: None)  # of what ends the process
+    monkeypatch.setattr(cli, "app", lambda **_: print("an error", file=sys.stderr))
+    with pytest.raises(SystemExit):
+        cli.main()
     with sys.stderr as nowhere:
         assert nowhere.name == os.devnull
 

@@ -209,7 +209,7 @@ class Native(Fused):
             if x.requires_grad:  # there are no native gradients
                 return widened(x)
             out: Tensor = plan.run(x.reshape(1, -1, x.shape[-1]), [head], [], [], [], [])
-            return out.view(*x.shape[:-1], -1)  # (..., R)
+            return out.view(*x.shape[:-1], out.shape[-1])  # (..., R)
 
         return apply
 
