@@ -862,7 +862,7 @@ def test_closed_streams_are_no_streams(monkeypatch):
     """A shell closes them with `>&-`; Python then has none, and would print errors elsewhere."""
     monkeypatch.setattr(sys, "stderr", None)
     monkeypatch.setattr("atexit.register", lambda _: None)  # of what ends the process
-    monkeypatch.setattr(cli, "app", lambda **_: print("an error", file=sys.stderr))
+    monkeypatch.setattr(cli, "app", lambda **_: sys.stderr.writelines(["an error"]))
     with pytest.raises(SystemExit):
         cli.main()
     with sys.stderr as nowhere:

@@ -16,8 +16,7 @@ from guesses import Guesses, path_of, tree
 from marks import slow, thorough
 from models import FAMILIES, WINDOW, lively_model, prompt, tiny_model
 
-from layerskip import SkipConfig
-from layerskip.api.generation import generate
+from layerskip import SkipConfig, generate
 from layerskip.backends import captured
 from layerskip.backends.base import Variant
 from layerskip.cache.branches import Branches
@@ -81,7 +80,7 @@ def compare(device, monkeypatch):
     """
 
     def compared(kernels, family, widths, rows, count, first, window=None, bits=None, trees=False):
-        shape = dict(WIDTHS[widths])
+        shape = {"vocab_size": 41, **WIDTHS[widths]}
         if family in BY_TYPE:
             shape["layer_types"] = ["sliding_attention"]
         model = tiny_model(family, dtype=torch.float32, num_hidden_layers=1, **shape)
