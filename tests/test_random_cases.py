@@ -331,8 +331,7 @@ def test_random_cases(count, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:(branches|classifier) has no effect")
-@pytest.mark.parametrize("paper", PAPERS)
 @pytest.mark.parametrize("count", [4, *thorough(8), *slow(200)])
-def test_random_cases_of_papers(paper, count, tmp_path):
-    """Rows, laws, trees, sessions and servers; 1,400 cases if slow."""
-    run_cases([paper], count, tmp_path)
+def test_random_cases_of_papers(count, tmp_path):
+    """`count` cases of each paper: rows, laws, trees, sessions and servers; 1,400 if slow."""
+    run_cases(PAPERS, count, tmp_path)
